@@ -42,9 +42,7 @@ def _worker(connection: Connection) -> None:
         except EOFError:
             return
         rank, world_size, store_path, job = pickle.loads(payload)
-        os.environ.update(
-            RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size)
-        )
+        os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
         try:
             function, args, kwargs = pickle.loads(job)
             store = dist.FileStore(store_path, world_size)
@@ -147,7 +145,11 @@ atexit.register(_POOL.stop)
 
 
 def run_ranks(
-    function: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = 120.0, **kwargs: Any
+    function: Callable[..., Any],
+    world_size: int,
+    *args: Any,
+    timeout_s: float = 120.0,
+    **kwargs: Any,
 ) -> list[Any]:
     """Calls ``function(*args, **kwargs)`` on every rank of a new gloo world.
 
