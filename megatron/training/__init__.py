@@ -1,0 +1,1 @@
+"""The training loop, its command line, and how a job starts, reports and fails."""
