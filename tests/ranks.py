@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import gc
 import io
 import multiprocessing as mp
 import os
@@ -47,19 +48,19 @@ def _worker(connection: Connection) -> None:
             function, args, kwargs = pickle.loads(job)
             store = dist.FileStore(store_path, world_size)
             dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
-            try:
-                result = function(*args, **kwargs)
-            finally:
-                _leave_world()
-            reply: tuple[bool, Any] = (True, result)
+            reply: tuple[bool, Any] = (True, function(*args, **kwargs))
         except BaseException:  # the traceback is the test's failure message, whatever was raised
             reply = (False, traceback.format_exc())
+        # Only now are the failed function's objects free, and with them the connections that its
+        # peers may be waiting on.
+        _leave_world()
         connection.send_bytes(_dump(reply))
 
 
 def _leave_world() -> None:
     import torch.distributed as dist
 
+    gc.collect()
     with contextlib.suppress(ImportError):
         from megatron.core import parallel_state
 
@@ -131,7 +132,7 @@ class _Pool:
                     results[rank] = value
                 else:
                     errors.append(f"rank {rank} of {world_size}:\n{value}")
-        if errors or pending:
+        if pending:
             self.stop()
         if errors:
             raise RankError("\n".join(errors))

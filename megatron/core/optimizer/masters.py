@@ -1,0 +1,58 @@
+"""Every master in full, whichever ranks hold it."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from megatron.core.collectives import all_reduce, group_size
+from megatron.core.optimizer.optimizer import MainParamOptimizer, MegatronOptimizer
+
+
+def _unwrapped_name(name: str) -> str:
+    while name.startswith("module."):
+        name = name.removeprefix("module.")
+    return name
+
+
+def iter_full_masters(
+    optimizer: MegatronOptimizer, model_chunks: Sequence[torch.nn.Module]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yields name and FP32 values of every trainable parameter, in name order, in its full shape.
+
+    The values are those that the optimizer updates: masters, or the parameters themselves where they
+    are FP32. Collective: every rank iterates to the end, and every rank gets the values, on the CPU.
+    """
+    owners: dict[torch.nn.Parameter, MainParamOptimizer] = {}
+    records = {}
+    for leaf in optimizer.leaves():
+        owners |= dict.fromkeys(leaf.managed_params, leaf)
+        records |= {record.model_param: record for record in leaf.main_params}
+    named = sorted(
+        (_unwrapped_name(name), param)
+        for chunk in model_chunks
+        for name, param in chunk.named_parameters()
+        if param.requires_grad
+    )
+    for name, param in named:
+        leaf = owners[param]
+        full = torch.zeros(param.numel(), dtype=torch.float32, device=param.device)
+        record = records.get(param)
+        if record is not None:
+            full[record.start : record.end] = record.main_param.detach().reshape(-1)
+        group = leaf.ownership_group_of(param)
+        if leaf.is_sharded and group_size(group) > 1:
+            # One rank holds each element and the others zero bits: an integer sum keeps every bit.
+            all_reduce(full.view(torch.int32), group)
+        yield name, full.view(param.shape).cpu()
+
+
+def master_sha256(optimizer: MegatronOptimizer, model_chunks: Sequence[torch.nn.Module]) -> str:
+    """SHA-256 over names and FP32 bytes of all masters. Collective; every rank gets it."""
+    digest = hashlib.sha256()
+    for name, value in iter_full_masters(optimizer, model_chunks):
+        digest.update(name.encode())
+        digest.update(value.contiguous().numpy().tobytes())
+    return digest.hexdigest()

@@ -1,0 +1,229 @@
+"""A small training run through the whole subsystem, for laws that compare runs with each other.
+
+The model has what makes layouts and owners interesting: embeddings, matrices of several shapes,
+biases and norms, an output layer that may be tied, and a matrix that Muon does not own.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+
+import torch
+from torch.nn.functional import cross_entropy
+
+from megatron.core import parallel_state
+from megatron.core.distributed import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    finalize_model_grads,
+)
+from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer.layer_wise_optimizer import tag_params_for_buffer_routing
+from megatron.core.optimizer.masters import iter_full_masters
+
+VOCABULARY, HIDDEN, WIDE, SEQUENCE, BATCH = 64, 64, 96, 8, 8
+
+
+@dataclass(frozen=True)
+class Run:
+    """One configuration of a run. Everything that a law says does not matter is a field."""
+
+    steps: int = 4
+    microbatches: int = 1
+    bf16: bool = True
+    optimizer: str = "muon"
+    distributed_optimizer: bool = True
+    overlap_param_gather: bool = False
+    overlap_grad_reduce: bool = False
+    grad_reduce_in_fp32: bool = True
+    fp32_accumulation: bool = False
+    average_in_collective: bool = False
+    single_bucket_group: bool = False
+    bucket_size: int | None = 20_000
+    instances: int = 1
+    tied: bool = False
+    excluded_matrix: bool = True
+    biases: bool = True
+    clip_grad: float = 0.0
+    seed: int = 7
+    optimizer_options: dict[str, object] = field(default_factory=dict, hash=False)
+
+    def but(self, **changes: object) -> Run:
+        """The same run but for ``changes``."""
+        return dataclasses.replace(self, **changes)  # type: ignore[arg-type]
+
+
+@dataclass
+class Result:
+    """What a run leaves behind, to be compared bit for bit."""
+
+    losses: list[float]
+    norms: list[float]
+    masters: dict[str, torch.Tensor]
+
+    def check_equal(self, other: Result, what: str = "") -> None:
+        """Fails unless losses, gradient norms and masters have the same bits."""
+        assert self.losses == other.losses, f"{what} losses {self.losses} and {other.losses}"
+        assert self.norms == other.norms, f"{what} norms {self.norms} and {other.norms}"
+        assert list(self.masters) == list(other.masters)
+        for name, value in self.masters.items():
+            assert torch.equal(value, other.masters[name]), f"{what} {name} differs"
+
+
+class Block(torch.nn.Module):
+    """A residual two-matrix block with a norm."""
+
+    def __init__(self, run: Run, excluded: bool) -> None:
+        super().__init__()
+        self.norm = torch.nn.LayerNorm(HIDDEN)
+        self.up = torch.nn.Linear(HIDDEN, WIDE, bias=run.biases)
+        self.down = torch.nn.Linear(WIDE, HIDDEN, bias=run.biases)
+        if excluded:
+            self.down.weight.use_muon = False  # type: ignore[assignment]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.nn.functional.gelu(self.up(self.norm(x))))
+
+
+class SmallModel(torch.nn.Module):
+    """Embedding, three residual blocks, output layer."""
+
+    def __init__(self, run: Run) -> None:
+        super().__init__()
+        self.embedding = torch.nn.Embedding(VOCABULARY, HIDDEN)
+        self.blocks = torch.nn.ModuleList(
+            Block(run, excluded=run.excluded_matrix and i == 1) for i in range(3)
+        )
+        self.head = torch.nn.Linear(HIDDEN, VOCABULARY, bias=False)
+        for weight in (self.embedding.weight, self.head.weight):
+            weight.is_embedding_or_output_parameter = True  # type: ignore[assignment]
+        if run.tied:
+            self.head.weight = self.embedding.weight
+            self.embedding.weight.shared_embedding = True  # type: ignore[assignment]
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def build_model(run: Run) -> torch.nn.Module:
+    """The model with the same values on every rank."""
+    generator = torch.Generator().manual_seed(run.seed)
+    model = SmallModel(run)
+    with torch.no_grad():
+        for name, param in model.named_parameters():
+            if "norm" not in name:
+                param.copy_(torch.randn(param.shape, generator=generator) * 0.1)
+    return model.bfloat16() if run.bf16 else model
+
+
+def build(run: Run) -> tuple[DistributedDataParallel, MegatronOptimizer]:
+    """Model and optimizer of ``run`` over the ranks of the current world."""
+    if not parallel_state.model_parallel_is_initialized():
+        parallel_state.initialize_model_parallel(num_distributed_optimizer_instances=run.instances)
+    model = build_model(run)
+    if run.optimizer == "muon" and run.distributed_optimizer:
+        tag_params_for_buffer_routing([model])
+    ddp_config = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=run.grad_reduce_in_fp32,
+        overlap_grad_reduce=run.overlap_grad_reduce,
+        overlap_param_gather=run.overlap_param_gather,
+        use_distributed_optimizer=run.distributed_optimizer,
+        num_distributed_optimizer_instances=run.instances,
+        bucket_size=run.bucket_size,
+        reduce_scatter_with_fp32_accumulation=run.fp32_accumulation,
+        average_in_collective=run.average_in_collective,
+        check_for_nan_in_grad=True,
+    )
+    config = SimpleNamespace(calculate_per_token_loss=False)
+    ddp = DistributedDataParallel(
+        config, ddp_config, model, disable_bucketing=run.single_bucket_group
+    )
+    options = {"lr": 0.02, "weight_decay": 0.01, "muon_nesterov": True} | run.optimizer_options
+    optimizer = get_megatron_optimizer(
+        OptimizerConfig(
+            optimizer=run.optimizer,
+            bf16=run.bf16,
+            clip_grad=run.clip_grad,
+            use_distributed_optimizer=run.distributed_optimizer,
+            overlap_param_gather=run.overlap_param_gather,
+            **options,  # type: ignore[arg-type]
+        ),
+        [ddp],
+    )
+    return ddp, optimizer
+
+
+def batch(step: int, microbatch: int, microbatches: int) -> torch.Tensor:
+    """This rank's tokens ``[rows, SEQUENCE + 1]``: a slice of the same global batch on every rank."""
+    generator = torch.Generator().manual_seed(1000 + step)
+    tokens = torch.randint(VOCABULARY, (BATCH * 3, SEQUENCE + 1), generator=generator)
+    rank = parallel_state.get_data_parallel_rank()
+    ranks = parallel_state.get_data_parallel_world_size()
+    rows = BATCH * 3 // (ranks * microbatches)
+    first = (microbatch * ranks + rank) * rows
+    return tokens[first : first + rows]
+
+
+def train_step(run: Run, ddp: DistributedDataParallel, step: int) -> torch.Tensor:
+    """Accumulates one step's gradients; returns this rank's mean loss, FP64."""
+    ddp.zero_grad_buffer()
+    total = torch.zeros((), dtype=torch.float64)
+    for microbatch in range(run.microbatches):
+        last = microbatch == run.microbatches - 1
+        tokens = batch(step, microbatch, run.microbatches)
+
+        def forward_backward(tokens: torch.Tensor = tokens) -> torch.Tensor:
+            logits = ddp(tokens[:, :-1]).float()
+            loss = cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+            (loss / run.microbatches).backward()
+            return loss.detach().double() / run.microbatches
+
+        if last:
+            total += forward_backward()
+        else:
+            with ddp.no_sync():
+                total += forward_backward()
+    finalize_model_grads([ddp])
+    return total
+
+
+def train(run: Run, after_step: Callable[..., None] | None = None) -> Result:
+    """Trains on the ranks of the current world; every rank returns the same result."""
+    ddp, optimizer = build(run)
+    losses, norms = [], []
+    for step in range(run.steps):
+        loss = train_step(run, ddp, step)
+        torch.distributed.all_reduce(loss)
+        losses.append(float(loss) / torch.distributed.get_world_size())
+        succeeded, norm, _ = optimizer.step()
+        assert succeeded and norm is not None
+        norms.append(norm)
+        if after_step is not None:
+            after_step(ddp, optimizer, step)
+    if run.overlap_param_gather:
+        ddp.disable_forward_pre_hook()
+    return Result(losses, norms, dict(iter_full_masters(optimizer, [ddp])))
+
+
+def train_all(runs: list[Run]) -> list[Result]:
+    """Several runs, one after the other, in one world."""
+    results = []
+    for run in runs:
+        results.append(train(run))
+        parallel_state.destroy_model_parallel()
+    return results
+
+
+def digest(result: Result) -> str:
+    """A short name for a result's bits, to compare runs across worlds and processes."""
+    sha = hashlib.sha256(repr((result.losses, result.norms)).encode())
+    for name, value in result.masters.items():
+        sha.update(name.encode() + value.numpy().tobytes())
+    return sha.hexdigest()
