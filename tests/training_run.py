@@ -37,6 +37,7 @@ class Run:
     bf16: bool = True
     optimizer: str = "muon"
     distributed_optimizer: bool = True
+    layout: str = "padded"
     overlap_param_gather: bool = False
     overlap_grad_reduce: bool = False
     grad_reduce_in_fp32: bool = True
@@ -128,13 +129,15 @@ def build(run: Run) -> tuple[DistributedDataParallel, MegatronOptimizer]:
     if not parallel_state.model_parallel_is_initialized():
         parallel_state.initialize_model_parallel(num_distributed_optimizer_instances=run.instances)
     model = build_model(run)
-    if run.optimizer == "muon" and run.distributed_optimizer:
+    legacy = run.layout == "legacy"
+    sharded = run.distributed_optimizer and not legacy
+    if run.optimizer == "muon" and sharded:
         tag_params_for_buffer_routing([model])
     ddp_config = DistributedDataParallelConfig(
         grad_reduce_in_fp32=run.grad_reduce_in_fp32,
         overlap_grad_reduce=run.overlap_grad_reduce,
         overlap_param_gather=run.overlap_param_gather,
-        use_distributed_optimizer=run.distributed_optimizer,
+        use_distributed_optimizer=sharded,
         num_distributed_optimizer_instances=run.instances,
         bucket_size=run.bucket_size,
         reduce_scatter_with_fp32_accumulation=run.fp32_accumulation,
@@ -151,7 +154,8 @@ def build(run: Run) -> tuple[DistributedDataParallel, MegatronOptimizer]:
             optimizer=run.optimizer,
             bf16=run.bf16,
             clip_grad=run.clip_grad,
-            use_distributed_optimizer=run.distributed_optimizer,
+            use_distributed_optimizer=sharded,
+            use_layer_wise_distributed_optimizer=legacy,
             overlap_param_gather=run.overlap_param_gather,
             **options,  # type: ignore[arg-type]
         ),

@@ -43,7 +43,8 @@ def get_megatron_optimizer(
 
     With ``optimizer="muon"`` matrices go to Muon and everything else to ``muon_scalar_optimizer``.
     Over a model that was wrapped with ``use_distributed_optimizer=True``, Muon is layer-wise and
-    the rest flat-sharded.
+    the rest flat-sharded. Over any other, ``use_layer_wise_distributed_optimizer`` shares out all
+    parameters whole (the legacy layout).
 
     Args:
         config: Options.
@@ -70,25 +71,29 @@ def get_megatron_optimizer(
         config.optimizer, config.use_layer_wise_distributed_optimizer = name, True
     ddp_config = getattr(model_chunks[0], "ddp_config", None)
     is_sharded = _check_sharding(config, ddp_config)
+    is_legacy = config.use_layer_wise_distributed_optimizer and not is_sharded
     pgs = pg_collection or ProcessGroupCollection.use_mpu_process_groups()
     if config_overrides is None:
         config_overrides = get_standard_config_overrides(config)
 
     scaler = _make_grad_scaler(config, model_chunks)
     by_owner: dict[tuple[str, bool], list[dict[str, Any]]] = {}
-    layer_wise_groups: list[dict[str, Any]] = []
+    layer_wise_groups: dict[str, list[dict[str, Any]]] = {}
     for group in get_param_groups(model_chunks, config, config_overrides):
-        if group["optimizer"] == "muon" and is_sharded:
-            layer_wise_groups.append(group)
+        if is_legacy or (group["optimizer"] == "muon" and is_sharded):
+            layer_wise_groups.setdefault(group["optimizer"], []).append(group)
         else:
             key = (group["optimizer"], group["is_expert_parallel"])
             by_owner.setdefault(key, []).append(group)
 
     optimizers: list[MegatronOptimizer] = []
     if layer_wise_groups:
-        muon = make_torch_optimizer("muon", layer_wise_groups, config, model_chunks, pgs)
+        bases = [
+            make_torch_optimizer(name, groups, config, model_chunks, pgs)
+            for name, groups in layer_wise_groups.items()
+        ]
         optimizers.append(
-            LayerWiseDistributedOptimizer([muon], config, pgs, model_chunks=model_chunks)  # type: ignore[arg-type]
+            LayerWiseDistributedOptimizer(bases, config, pgs, model_chunks=model_chunks)  # type: ignore[arg-type]
         )
     for (optimizer_name, expert), groups in by_owner.items():
         base = make_torch_optimizer(optimizer_name, groups, config, model_chunks, pgs)
@@ -107,7 +112,11 @@ def _check_sharding(
     """Whether optimizer state is sharded over data-parallel ranks, as model and options both say."""
     asked = config.use_distributed_optimizer or config.use_layer_wise_distributed_optimizer
     wrapped = ddp_config is not None and ddp_config.use_distributed_optimizer
-    if asked and not wrapped:
+    if config.use_layer_wise_distributed_optimizer and ddp_config is None:
+        raise ValueError(
+            "use_layer_wise_distributed_optimizer needs a model wrapped in DistributedDataParallel"
+        )
+    if config.use_distributed_optimizer and not wrapped:
         raise ValueError(
             "a distributed optimizer needs a model wrapped in DistributedDataParallel with "
             "use_distributed_optimizer=True in its config"

@@ -23,6 +23,8 @@ VARIANTS = {
     "muon_clipped": BASE.but(clip_grad=0.1),
     "adam": BASE.but(optimizer="adam"),
     "muon_one_bucket_group": BASE.but(single_bucket_group=True),
+    "muon_legacy": BASE.but(layout="legacy"),
+    "muon_legacy_fp32_tied": BASE.but(layout="legacy", bf16=False, tied=True),
 }
 OVERLAPS = [(True, False), (False, True), (True, True)]
 
@@ -83,10 +85,11 @@ def all_ranks_hold_the_same(run: Run) -> list[str]:
     return different
 
 
+@pytest.mark.parametrize("layout", ["padded", "legacy"])
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("single", [False, True])
-def test_every_rank_computes_with_the_same_weights(overlap, single):
-    run = BASE.but(overlap_param_gather=overlap, single_bucket_group=single)
+def test_every_rank_computes_with_the_same_weights(overlap, single, layout):
+    run = BASE.but(overlap_param_gather=overlap, single_bucket_group=single, layout=layout)
     for different in run_ranks(all_ranks_hold_the_same, 2, run):
         assert different == []
 
