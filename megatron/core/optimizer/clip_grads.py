@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -9,13 +10,34 @@ import torch.distributed as dist
 
 from megatron.core.collectives import all_reduce, group_size
 
+# Elements that are summed in FP32 on the CPU: few enough that rounding stays below 1e-9 of the sum.
+_CHUNK = 1024
 
-def local_square_sum(grads: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
-    """Sum of squares of all elements: one FP64 value, so that neither size nor order shows."""
+
+def local_square_sum(
+    grads: Sequence[torch.Tensor], device: torch.device, in_fp64: bool = False
+) -> torch.Tensor:
+    """Sum of squares of all elements: one FP64 value, in which neither size nor order shows.
+
+    Args:
+        grads: FP32 tensors of any shape.
+        device: Where the value is wanted if there are none.
+        in_fp64: Square in FP64. Without it squares above 2**127 may become Inf, and very small ones 0,
+            on the CPU, where FP64 is slow.
+    """
     if not grads:
         return torch.zeros((), dtype=torch.float64, device=device)
-    norms = torch.stack(torch._foreach_norm(grads, 2, dtype=torch.float64))
-    return norms.square().sum()
+    if in_fp64 or grads[0].is_cuda:
+        norms = torch.stack(torch._foreach_norm(grads, 2, dtype=torch.float64))
+        return norms.square().sum()
+    total = torch.zeros((), dtype=torch.float64)
+    for grad in grads:
+        flat = grad.reshape(-1)
+        whole = flat.numel() // _CHUNK * _CHUNK
+        for part in (flat[:whole].view(-1, _CHUNK), flat[whole:].view(1, -1)):
+            if part.numel():
+                total += torch.linalg.vector_norm(part, dim=1).double().square().sum()
+    return total
 
 
 def local_zero_count(grads: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
@@ -39,6 +61,20 @@ def sum_over(values: Sequence[tuple[torch.Tensor, dist.ProcessGroup | None]]) ->
     return float(torch.stack(list(by_group.values())).sum()) if by_group else 0.0
 
 
+def norm_over(
+    parts: Sequence[tuple[Sequence[torch.Tensor], torch.device, dist.ProcessGroup | None]],
+) -> float:
+    """2-norm of tensors that lie on many ranks, each part summed over its own group."""
+    for in_fp64 in (False, True):
+        norm = math.sqrt(
+            sum_over([(local_square_sum(g, device, in_fp64), group) for g, device, group in parts])
+        )
+        # Every rank has the same sum, so every rank decides alike to look more closely.
+        if math.isfinite(norm) and norm > 1e-12:
+            break
+    return norm
+
+
 def get_grad_norm_fp32(
     grads_for_norm: list[torch.Tensor] | torch.Tensor,
     norm_type: float = 2,
@@ -58,7 +94,7 @@ def get_grad_norm_fp32(
         raise ValueError(f"norm_type must be 2, got {norm_type}")
     grads = [grads_for_norm] if isinstance(grads_for_norm, torch.Tensor) else list(grads_for_norm)
     device = grads[0].device if grads else torch.device("cpu")
-    return sum_over([(local_square_sum(grads, device), grad_stats_parallel_group)]) ** 0.5
+    return norm_over([(grads, device, grad_stats_parallel_group)])
 
 
 def clip_coefficient(total_norm: float, max_norm: float) -> float:

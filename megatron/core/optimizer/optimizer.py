@@ -19,8 +19,8 @@ from megatron.core.collectives import group_rank
 from megatron.core.fp8_utils import copy_tensors_to_quantized_params, is_float8tensor
 from megatron.core.optimizer.clip_grads import (
     clip_grad_by_total_norm_fp32,
-    local_square_sum,
     local_zero_count,
+    norm_over,
     sum_over,
 )
 from megatron.core.optimizer.grad_scaler import MegatronGradScaler
@@ -65,13 +65,9 @@ class MegatronOptimizer(ABC):
 
     def get_grad_norm(self) -> float:
         """2-norm of all gradients over all ranks, each element counted once."""
-        return math.sqrt(
-            sum_over(
-                [
-                    (local_square_sum(leaf.grads_counted_here(), leaf.device), leaf.stats_group)
-                    for leaf in self.leaves()
-                ]
-            )
+        leaves = self.leaves()
+        return norm_over(
+            [(leaf.grads_counted_here(), leaf.device, leaf.stats_group) for leaf in leaves]
         )
 
     def count_zeros(self) -> int:
