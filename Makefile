@@ -9,7 +9,7 @@ PYTHON ?= python3
 # Pinned: an unpinned "torch" may resolve to a newer build that brings gigabytes of CUDA libraries.
 # On a machine with GPUs set TORCH to the build that fits its driver.
 TORCH ?= torch==2.13.0
-EXTRAS ?= dev,progress,tokenizers,tensorboard,backport
+EXTRAS ?= dev,progress,tokenizers,tensorboard,transformers,backport
 RANKS ?= 2
 TRAIN_FLAGS ?=
 TEST_FLAGS ?=

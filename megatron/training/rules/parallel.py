@@ -91,6 +91,9 @@ def check_precision(args: argparse.Namespace) -> None:
     )
     if args.bf16 and not args.grad_reduce_in_bf16:
         args.accumulate_allreduce_grads_in_fp32 = True
+    if args.fp16 and args.loss_scale is None:
+        # Overflows are how a dynamic loss scale finds its level: the step is skipped, not the job.
+        args.check_for_nan_in_loss_and_grad = False
     mxfp8 = args.fp8_format is not None
     require(
         not args.fp8_param_gather or mxfp8,
@@ -212,9 +215,13 @@ def check_ddp(args: argparse.Namespace) -> None:
     instances = args.num_distributed_optimizer_instances
     if instances > 1:
         name = f"--num-distributed-optimizer-instances {instances}"
-        require(scatters, f"{name} needs --use-distributed-optimizer")
+        require(
+            args.use_distributed_optimizer,
+            f"{name} needs --use-distributed-optimizer, and another optimizer than --optimizer "
+            "muon, whose matrices are shared out over all data-parallel ranks",
+        )
         ranks = args.world_size // args.tensor_parallel_num_weight_shards
-        require(ranks % instances == 0, f"{name} does not divide the {ranks} data-parallel ranks")
+        require(ranks % instances == 0, f"{name} does not divide the {ranks} data-parallel rank(s)")
         require(
             not args.ddp_reduce_scatter_with_fp32_accumulation,
             f"{name} and --ddp-reduce-scatter-with-fp32-accumulation exclude each other",
