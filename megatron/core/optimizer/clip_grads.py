@@ -10,8 +10,10 @@ import torch.distributed as dist
 
 from megatron.core.collectives import all_reduce, group_size
 
-# Elements that are summed in FP32 on the CPU: few enough that rounding stays below 1e-9 of the sum.
+# On the CPU, where FP64 is slow, large tensors are squared in FP32 in chunks that are few enough
+# elements to be exact to 6e-8 each, and enough chunks for that to average out to 1e-8.
 _CHUNK = 1024
+_MANY = 64 * _CHUNK
 
 
 def local_square_sum(
@@ -33,10 +35,11 @@ def local_square_sum(
     total = torch.zeros((), dtype=torch.float64)
     for grad in grads:
         flat = grad.reshape(-1)
-        whole = flat.numel() // _CHUNK * _CHUNK
-        for part in (flat[:whole].view(-1, _CHUNK), flat[whole:].view(1, -1)):
-            if part.numel():
-                total += torch.linalg.vector_norm(part, dim=1).double().square().sum()
+        whole = flat.numel() // _CHUNK * _CHUNK if flat.numel() >= _MANY else 0
+        total += torch.linalg.vector_norm(flat[whole:], dtype=torch.float64).square()
+        if whole:
+            chunks = flat[:whole].view(-1, _CHUNK)
+            total += torch.linalg.vector_norm(chunks, dim=1).double().square().sum()
     return total
 
 
