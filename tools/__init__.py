@@ -1,0 +1,1 @@
+"""Commands that are run from the repository root as ``python -m tools.<name>``."""
