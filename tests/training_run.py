@@ -24,8 +24,9 @@ from megatron.core.distributed import (
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer.layer_wise_optimizer import tag_params_for_buffer_routing
 from megatron.core.optimizer.masters import iter_full_masters
+from megatron.core.quantization import MXFP8Quantizer, MXFP8Tensor, mxfp8_linear
 
-VOCABULARY, HIDDEN, WIDE, SEQUENCE, BATCH = 64, 64, 96, 8, 8
+VOCABULARY, HIDDEN, WIDE, SEQUENCE, BATCH = 64, 64, 96, 32, 8
 
 
 @dataclass(frozen=True)
@@ -38,6 +39,9 @@ class Run:
     optimizer: str = "muon"
     distributed_optimizer: bool = True
     layout: str = "padded"
+    fp8: str = "off"
+    """``off``; ``computed``: BF16 weights are quantised on the fly; ``stored``: weights are MXFP8."""
+    reuse_grad_buf: bool = True
     overlap_param_gather: bool = False
     overlap_grad_reduce: bool = False
     grad_reduce_in_fp32: bool = True
@@ -75,19 +79,30 @@ class Result:
             assert torch.equal(value, other.masters[name]), f"{what} {name} differs"
 
 
+class Linear(torch.nn.Linear):
+    """A linear layer that computes in MXFP8 if its weight says so."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weight = self.weight
+        if isinstance(weight, MXFP8Tensor) or getattr(weight, "computes_in_mxfp8", False):
+            return mxfp8_linear(x, weight, self.bias)
+        return super().forward(x)
+
+
 class Block(torch.nn.Module):
-    """A residual two-matrix block with a norm."""
+    """A residual block of three matrices and a norm; one matrix is never quantised."""
 
     def __init__(self, run: Run, excluded: bool) -> None:
         super().__init__()
         self.norm = torch.nn.LayerNorm(HIDDEN)
-        self.up = torch.nn.Linear(HIDDEN, WIDE, bias=run.biases)
-        self.down = torch.nn.Linear(WIDE, HIDDEN, bias=run.biases)
+        self.mix = torch.nn.Linear(HIDDEN, HIDDEN, bias=False)
+        self.up = Linear(HIDDEN, WIDE, bias=run.biases)
+        self.down = Linear(WIDE, HIDDEN, bias=run.biases)
         if excluded:
             self.down.weight.use_muon = False  # type: ignore[assignment]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.down(torch.nn.functional.gelu(self.up(self.norm(x))))
+        return x + self.down(torch.nn.functional.gelu(self.up(self.mix(self.norm(x)))))
 
 
 class SmallModel(torch.nn.Module):
@@ -121,7 +136,13 @@ def build_model(run: Run) -> torch.nn.Module:
         for name, param in model.named_parameters():
             if "norm" not in name:
                 param.copy_(torch.randn(param.shape, generator=generator) * 0.1)
-    return model.bfloat16() if run.bf16 else model
+    model = model.bfloat16() if run.bf16 else model
+    for module in model.modules():
+        if isinstance(module, Linear) and run.fp8 == "computed":
+            module.weight.computes_in_mxfp8 = True  # type: ignore[assignment]
+        elif isinstance(module, Linear) and run.fp8 == "stored":
+            module.weight = MXFP8Quantizer().quantize_parameter(module.weight)
+    return model
 
 
 def build(run: Run) -> tuple[DistributedDataParallel, MegatronOptimizer]:
@@ -143,6 +164,8 @@ def build(run: Run) -> tuple[DistributedDataParallel, MegatronOptimizer]:
         reduce_scatter_with_fp32_accumulation=run.fp32_accumulation,
         average_in_collective=run.average_in_collective,
         check_for_nan_in_grad=True,
+        fp8_param_gather=run.fp8 == "stored",
+        reuse_grad_buf_for_mxfp8_param_ag=run.fp8 == "stored" and run.reuse_grad_buf,
     )
     config = SimpleNamespace(calculate_per_token_loss=False)
     ddp = DistributedDataParallel(

@@ -17,7 +17,7 @@ from megatron.core.distributed.distributed_data_parallel_config import (
 )
 from megatron.core.distributed.layout_check import check_same_on_all_ranks, describe_layout
 from megatron.core.distributed.partition import partition_buckets
-from megatron.core.fp8_utils import is_float8tensor
+from megatron.core.fp8_utils import forget_quantized_weights, is_float8tensor
 from megatron.core.param_layout import (
     BufferKey,
     FullParamLayout,
@@ -325,6 +325,7 @@ class DistributedDataParallel(torch.nn.Module):
                 if group_size(group) > 1:
                     for piece in _storage_of(param):
                         broadcast(piece, group)
+        forget_quantized_weights(self.params_with_grad)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """The module's state, without this wrapper's prefix."""
@@ -344,7 +345,9 @@ class DistributedDataParallel(torch.nn.Module):
             raise ValueError(
                 "assign=True would take the parameters out of their buffers; use False"
             )
-        return self.module.load_state_dict(state_dict, strict=strict)
+        result = self.module.load_state_dict(state_dict, strict=strict)
+        forget_quantized_weights(self.params_with_grad)
+        return result
 
 
 def _storage_of(param: torch.Tensor) -> list[torch.Tensor]:

@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from megatron.core.collectives import Work, all_gather_into_tensor, all_gather_uneven
 from megatron.core.distributed.buffer import ParamShard, _ParamAndGradBucket, shard_buffer
-from megatron.core.fp8_utils import copy_tensors_to_quantized_params
+from megatron.core.fp8_utils import copy_tensors_to_quantized_params, forget_quantized_weights
 
 
 class ParamSync(Protocol):
@@ -56,6 +56,7 @@ class InPlaceGather:
         self._output = bucket.param_data
         self._shard = shard_buffer(bucket.param_data, bucket.num_shards)[bucket.shard_rank]
         self._alone = bucket.num_shards == 1
+        self._params = list(bucket.params_list)
 
     def stage(self) -> None:
         """Nothing: the shard is the parameters' own memory."""
@@ -67,7 +68,8 @@ class InPlaceGather:
         return all_gather_into_tensor(self._output, self._shard, group, async_op)
 
     def install(self) -> None:
-        """Nothing: the gather wrote the parameters."""
+        """Only that copies made of old values are old: the gather wrote the parameters."""
+        forget_quantized_weights(self._params)
 
 
 class StagedGather(InPlaceGather):
@@ -80,7 +82,6 @@ class StagedGather(InPlaceGather):
     def __init__(self, bucket: _ParamAndGradBucket) -> None:
         super().__init__(bucket)
         self._bucket = bucket
-        self._params = list(bucket.params_list)
         self._arrivals = [
             self._output[slice(*bucket.param_to_index[param])].view(param.shape)
             for param in self._params
@@ -148,6 +149,7 @@ class WholeParamGather:
                 copy_tensors_to_quantized_params(params, slots)
             elif rank != self._rank and params:
                 torch._foreach_copy_([param.detach() for param in params], slots)
+            forget_quantized_weights(params)
         self._transport.zero_()
 
 

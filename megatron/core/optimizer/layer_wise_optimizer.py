@@ -11,7 +11,7 @@ import torch.distributed as dist
 from megatron.core.collectives import all_gather_uneven, group_rank, group_size
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketGroup
-from megatron.core.fp8_utils import pop_high_precision_init_val
+from megatron.core.fp8_utils import forget_quantized_weights, pop_high_precision_init_val
 from megatron.core.optimizer.optimizer import (
     ChainedOptimizer,
     Float16OptimizerWithFloat16Params,
@@ -230,6 +230,7 @@ class LayerWiseDistributedOptimizer(ChainedOptimizer):
                     continue
                 values = pieces[owner].split([p.numel() for p in theirs])
                 torch._foreach_copy_([p.detach().view(-1) for p in theirs], list(values))
+            forget_quantized_weights(params)
 
     @torch.no_grad()
     def step_with_ready_grads(self) -> bool:

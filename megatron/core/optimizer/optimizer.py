@@ -16,7 +16,11 @@ import torch.distributed as dist
 
 from megatron.core import parallel_state
 from megatron.core.collectives import group_rank
-from megatron.core.fp8_utils import copy_tensors_to_quantized_params, is_float8tensor
+from megatron.core.fp8_utils import (
+    copy_tensors_to_quantized_params,
+    forget_quantized_weights,
+    is_float8tensor,
+)
 from megatron.core.optimizer.clip_grads import (
     clip_grad_by_total_norm_fp32,
     local_zero_count,
@@ -268,6 +272,7 @@ class MainParamOptimizer(MegatronOptimizer):
             torch._foreach_copy_(
                 [record.model_view() for record in plain], [record.main_param for record in plain]
             )
+            forget_quantized_weights(record.model_param for record in plain)
         if quantized and not self.quantized_params_are_staged:
             # In the precision in which values travel elsewhere, so that all ways give the same bytes.
             copy_tensors_to_quantized_params(
