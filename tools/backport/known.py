@@ -29,6 +29,9 @@ KNOWN_FUNCTIONS: dict[str, dict[str, dict[str, str]]] = {
         "LayerWiseDistributedOptimizer.step_with_ready_grads": {
             "8a54c41d5f6f8157": "0.18, 0.19",
         },
+        "_bucket_is_managed_by_layer_wise_optimizer": {
+            "b63177de3c94fa77": "0.18, 0.19",
+        },
     },
     OPTIMIZER: {
         "Float16OptimizerWithFloat16Params.__init__": {
@@ -69,6 +72,9 @@ KNOWN_FUNCTIONS: dict[str, dict[str, dict[str, str]]] = {
         },
         "partition_buckets": {
             "d95dbece95924ce2": "0.18, 0.19",
+        },
+        "shard_buffer": {
+            "4ba2cc53483b6eb9": "0.18, 0.19",
         },
     },
 }

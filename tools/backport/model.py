@@ -65,7 +65,8 @@ class Edit:
 
     Attributes:
         name: What reports call it.
-        why: What goes wrong without it: one sentence of the commit message.
+        does, why: What it does, and what goes wrong without it: two sentences of the commit
+            message.
         sites: Its places.
         relies_on: Functions that it leaves alone but whose code it takes for granted.
         marks: Names that the fix gives, by which another's version of it is recognised.
@@ -74,6 +75,7 @@ class Edit:
     """
 
     name: str
+    does: str
     why: str
     sites: tuple[Site, ...]
     relies_on: tuple[tuple[str, str], ...] = ()

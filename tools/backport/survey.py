@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
@@ -66,6 +66,18 @@ def find_core(path: Path) -> Path:
     )
 
 
+def read_source(file: Path) -> str:
+    """The text of a file, so that writing it back in UTF-8 gives the same bytes.
+
+    Raises:
+        NotAMegatronCore: If it is not UTF-8.
+    """
+    try:
+        return file.read_bytes().decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise NotAMegatronCore(f"{file} is not UTF-8: {error.reason}") from None
+
+
 class Survey:
     """The files of one release, as they are and as they were before this tool's edits.
 
@@ -73,11 +85,24 @@ class Survey:
         sources: The text of every file, by its path relative to ``megatron/core``.
         original: The same without this tool's edits.
         made: The sites that are there.
-        findings: One per edit, in the order of :data:`EDITS`.
+        findings: One per edit, in their order.
     """
 
-    def __init__(self, sources: dict[str, str]) -> None:
+    def __init__(
+        self,
+        sources: Mapping[str, str],
+        edits: Sequence[Edit] = EDITS,
+        known: Mapping[str, Mapping[str, Mapping[str, str]]] = KNOWN_FUNCTIONS,
+    ) -> None:
+        """Surveys sources.
+
+        Args:
+            sources: Text by path relative to ``megatron/core``.
+            edits: The edits to look for.
+            known: Digests of known code, as in :data:`KNOWN_FUNCTIONS`.
+        """
         self.sources = sources
+        self._edits, self._known = edits, known
         self.made: list[Site] = []
         self.original: dict[str, str] = {}
         self._trees: dict[str, Tree] = {}
@@ -93,13 +118,13 @@ class Survey:
         ]
         if not self._problems:
             self._code = Code({path: Tree(text) for path, text in self.original.items()})
-        self.findings = tuple(self._finding(edit) for edit in EDITS)
+        self.findings = tuple(self._finding(edit) for edit in edits)
 
     @classmethod
     def of(cls, core: Path) -> Survey:
         """Reads the files of the release at ``core``, a ``megatron/core`` folder."""
         files = {path: core / path for path in PATHS}
-        return cls({p: f.read_bytes().decode("utf-8") for p, f in files.items() if f.is_file()})
+        return cls({p: read_source(f) for p, f in files.items() if f.is_file()})
 
     def finding(self, edit: Edit) -> Finding:
         """The finding about this edit."""
@@ -111,7 +136,7 @@ class Survey:
             return {}
         return {
             (path, name): scope.fingerprint
-            for edit in EDITS
+            for edit in self._edits
             if self._code.has_layouts or not edit.needs_layouts
             for path, name in edit.functions
             if (scope := self._code.trees[path].scope(name)) and scope.is_function
@@ -137,7 +162,7 @@ class Survey:
 
     def _without_edits(self, path: str) -> str:
         tree, splices = self._trees[path], []
-        for edit in EDITS:
+        for edit in self._edits:
             for site in edit.sites:
                 splice = _splice(site, tree, undo=True) if site.path == path else None
                 if splice is not None:
@@ -173,7 +198,7 @@ class Survey:
         strange = []
         for path, name in edit.functions:
             scope = self._code.trees[path].scope(name)
-            known = KNOWN_FUNCTIONS.get(path, {}).get(name, {})
+            known = self._known.get(path, {}).get(name, {})
             if scope is None:
                 strange.append(Place(path, 0, f"{name} is not there"))
             elif scope.is_function and scope.fingerprint not in known:

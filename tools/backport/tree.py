@@ -8,6 +8,7 @@ joined by whole lines, so that every byte outside an edit stays what it was.
 from __future__ import annotations
 
 import hashlib
+import io
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Any
@@ -95,6 +96,11 @@ class Scope:
         return hashlib.sha256(bare.strip().encode()).hexdigest()[:16]
 
 
+def split_lines(source: str) -> list[str]:
+    """The lines with their endings, where Python (unlike ``str.splitlines``) sees line ends."""
+    return list(io.StringIO(source, newline=""))
+
+
 class Tree:
     """A parsed file.
 
@@ -110,7 +116,7 @@ class Tree:
             UnknownCode: If it is not Python.
             MissingLibCST: If LibCST is not installed.
         """
-        self.lines = source.splitlines(keepends=True)
+        self.lines = split_lines(source)
         self.newline, self._scopes = _parse(source)
 
     def scope(self, name: str) -> Scope | None:
@@ -134,7 +140,7 @@ def _parse(source: str) -> tuple[str, dict[str, Scope]]:
     except cst.ParserSyntaxError as error:
         raise UnknownCode(f"not Python ({error.message})", error.raw_line) from None
     positions = MetadataWrapper(module, unsafe_skip_copy=True).resolve(PositionProvider)
-    lines = [line.replace("\r\n", "\n") for line in source.splitlines(keepends=True)]
+    lines = [line.replace("\r\n", "\n") for line in split_lines(source)]
     scopes: dict[str, Scope] = {}
 
     def place(node: cst.CSTNode) -> Statement:

@@ -69,7 +69,7 @@ class MXFP8Tensor(QuantizedTensor):
     _columnwise_data: torch.Tensor
     _columnwise_scale_inv: torch.Tensor
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod
     def __new__(cls, *storage: torch.Tensor) -> MXFP8Tensor:
@@ -113,7 +113,7 @@ class MXFP8Tensor(QuantizedTensor):
         return dequantize_rows(self._columnwise_data, self._columnwise_scale_inv).T.to(dtype)
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]
         cls,
         func: Callable[..., Any],
         types: Any,

@@ -33,6 +33,7 @@ class Run:
         grads_in_fp32: Reduce gradients in FP32 rather than BF16.
         single_group: Ask for one bucket group (``disable_bucketing``).
         quantized_output, plain_down, matrices_first: See :class:`~.model.ResidualModel`.
+        experts: The second matrix of each block lives in the buffers of expert parameters.
         microbatches: Per step.
         force_sync_after: Steps after which hooks are taken off, parameters synchronised and the
             hooks put back, as evaluation does.
@@ -50,6 +51,7 @@ class Run:
     quantized_output: bool = False
     plain_down: bool = False
     matrices_first: bool = False
+    experts: bool = False
     microbatches: int = 1
     force_sync_after: tuple[int, ...] = ()
     bucket_size: int = 20_000
@@ -70,12 +72,15 @@ class Outcome:
             that it would be quantised to; of any other, the bytes that it is stored in.
         masters: FP32 masters of whole parameters that this rank holds before the first step.
         unseeded: Parameters that still hold their high-precision initial value then.
+        own_gathers: How often the layer-wise optimizer gathered through temporaries although it
+            was told to reuse gradient memory.
     """
 
     losses: list[float] = field(default_factory=list)
     weights: dict[str, bytes] = field(default_factory=dict)
     masters: dict[str, bytes] = field(default_factory=dict)
     unseeded: list[str] = field(default_factory=list)
+    own_gathers: int = 0
 
 
 def release(module: str) -> Any:
@@ -96,6 +101,7 @@ def train(run: Run) -> Outcome:
     release("parallel_state").initialize_model_parallel()
     model, optimizer = build(run)
     outcome = Outcome()
+    _count_own_gathers(optimizer, outcome)
     for name, parameter in model.module.named_parameters():
         master = getattr(parameter, "main_param", None)
         if master is not None and master.shape == parameter.shape:
@@ -131,6 +137,10 @@ def build(run: Run) -> tuple[Any, Any]:
     # Releases with the legacy path alone gather through temporaries, not through gradient memory.
     reuse = run.primary and has_layouts
     module = ResidualModel(run.primary, run.quantized_output, run.plain_down, run.matrices_first)
+    if run.experts:
+        for name, parameter in module.named_parameters():
+            if name.endswith("down.weight"):
+                parameter.allreduce = False  # type: ignore[attr-defined]
     ddp_config = release("distributed").DistributedDataParallelConfig(
         grad_reduce_in_fp32=run.grads_in_fp32,
         overlap_grad_reduce=run.overlap,
@@ -207,13 +217,25 @@ def _step(run: Run, model: Any, optimizer: Any, step: int) -> float:
     return float(total) / min(run.readers, dist.get_world_size())
 
 
+def _count_own_gathers(optimizer: Any, outcome: Outcome) -> None:
+    for part in [optimizer, *getattr(optimizer, "chained_optimizers", [])]:
+        if hasattr(part, "allgather_params") and part.config.reuse_grad_buf_for_mxfp8_param_ag:
+            gather = part.allgather_params
+
+            def counted(gather: Any = gather) -> None:
+                outcome.own_gathers += 1
+                gather()
+
+            part.allgather_params = counted
+
+
 def _stage_distributed_optimizers(optimizer: Any) -> None:
     """With overlap, the training loop stages a distributed optimizer's masters after zeroing."""
     distributed_optimizer = release("optimizer.distrib_optimizer").DistributedOptimizer
     for part in getattr(optimizer, "chained_optimizers", [optimizer]):
-        if part.config.reuse_grad_buf_for_mxfp8_param_ag:
-            if isinstance(part, distributed_optimizer):
-                part._copy_main_params_to_param_buffer()
+        reuses = part.config.reuse_grad_buf_for_mxfp8_param_ag
+        if reuses and isinstance(part, distributed_optimizer):
+            part._copy_main_params_to_param_buffer()
 
 
 def _stage_for_forced_sync(run: Run, model: Any, optimizer: Any) -> None:

@@ -22,8 +22,10 @@ def _copies_to_a_buffer_it_may_lack(code: Code) -> bool:
 
 EDIT = Edit(
     name="layer-wise optimizer",
-    why="The layer-wise optimizer stepped its masters and then gathered a parameter buffer that "
-    "nothing had filled for MXFP8 weights.",
+    does="Decide once, at construction, whether the bucket group starts the parameter gather: it "
+    "does whenever parameters travel through its memory.",
+    why="The layer-wise optimizer stepped its masters and then gathered by itself, from memory "
+    "that held no MXFP8 weights.",
     marks=("layerwise_param_sync_via_bucket_group",),
     relies_on=((LAYER_WISE, f"{_CLASS}.start_param_sync_for_bucket_group_subset"),),
     sites=(

@@ -16,8 +16,10 @@ def _flattens_quantized_params(code: Code) -> bool:
 
 EDIT = Edit(
     name="legacy parity",
-    why="In the legacy layout the owner of an MXFP8 weight quantised its FP32 master and its peers "
-    "the BF16 rounding of it, so that ranks multiplied with different weights.",
+    does="Quantise MXFP8 weights from the BF16 rounding of the FP32 master on their owner too, and "
+    "send that rounding where a weight cannot be flattened.",
+    why="In the legacy layout owners quantised the master itself and their peers its rounding, so "
+    "that ranks multiplied with different weights.",
     needs_layouts=False,
     on_demand=True,
     relies_on=((BUFFER, _SYNC),),

@@ -1,14 +1,15 @@
 """Edit 3: no bucket group mixes the buckets of two optimizers."""
 
 from tools.backport.changes import Supersede
-from tools.backport.model import BUFFER, Edit, Site
+from tools.backport.model import BUFFER, LAYER_WISE, Edit, Site
 
 _OF_ONE_OWNER = "_partition_buckets_of_one_owner"
 
 EDIT = Edit(
     name="bucket partitioning",
-    why="A bucket group is gathered by the optimizer that owns its first bucket, so the other "
-    "optimizer's buckets in it were gathered before they had been updated.",
+    does="Separate the buckets of the two optimizers before any are merged into a group.",
+    why="A group is gathered by the optimizer that owns its first bucket, so the other's buckets "
+    "in it were gathered before they had been updated.",
     marks=(_OF_ONE_OWNER,),
     sites=(
         Site(
@@ -63,5 +64,8 @@ def partition_buckets(
             ),
         ),
     ),
-    relies_on=((BUFFER, "partition_buckets"),),
+    relies_on=(
+        (BUFFER, "partition_buckets"),
+        (LAYER_WISE, "_bucket_is_managed_by_layer_wise_optimizer"),
+    ),
 )

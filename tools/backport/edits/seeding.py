@@ -7,8 +7,10 @@ _INIT = "LayerWiseDistributedOptimizer.__init__"
 
 EDIT = Edit(
     name="master seeding",
-    why="FP32 masters of quantised weights were made by dequantising them, so that a run with FP8 "
-    "primary weights started from other masters than one without.",
+    does="Make FP32 masters from the high-precision initial value where a weight kept one, and "
+    "drop that value on every rank.",
+    why="Masters made by dequantising start a run with FP8 primary weights elsewhere than one "
+    "without.",
     needs_layouts=False,
     sites=(
         Site(

@@ -7,10 +7,16 @@ _GROUP = "_ParamAndGradBucketGroup"
 
 EDIT = Edit(
     name="staging in the bucket",
-    why="An MXFP8 weight is no view of the parameter buffer, so the FP32 masters have to be cast "
-    "into that buffer right before it is gathered; nothing did.",
+    does="Cast the FP32 masters that a rank owns into the parameter buffer right before it is "
+    "gathered.",
+    why="An MXFP8 weight is no view of that buffer, so every rank quantised whatever the gradient "
+    "memory held.",
     marks=("_stage_layerwise_mxfp8_params",),
-    relies_on=((BUFFER, f"{_GROUP}._post_param_sync"), (BUFFER, f"{_GROUP}.finish_param_sync")),
+    relies_on=(
+        (BUFFER, "shard_buffer"),
+        (BUFFER, f"{_GROUP}._post_param_sync"),
+        (BUFFER, f"{_GROUP}.finish_param_sync"),
+    ),
     sites=(
         Site(
             BUFFER,

@@ -1,0 +1,7 @@
+"""``python -m tools.backport``."""
+
+import sys
+
+from tools.backport.cli import main
+
+sys.exit(main())
