@@ -26,7 +26,7 @@ from megatron.core.optimizer.layer_wise_optimizer import tag_params_for_buffer_r
 from megatron.core.optimizer.masters import iter_full_masters
 from megatron.core.quantization import MXFP8Quantizer, MXFP8Tensor, mxfp8_linear
 
-VOCABULARY, HIDDEN, WIDE, SEQUENCE, BATCH = 64, 64, 96, 32, 8
+VOCABULARY, HIDDEN, WIDE, SEQUENCE, ROWS = 64, 32, 64, 32, 12
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class Run:
     fp32_accumulation: bool = False
     average_in_collective: bool = False
     single_bucket_group: bool = False
-    bucket_size: int | None = 20_000
+    bucket_size: int | None = 6_000
     instances: int = 1
     tied: bool = False
     excluded_matrix: bool = True
@@ -106,13 +106,13 @@ class Block(torch.nn.Module):
 
 
 class SmallModel(torch.nn.Module):
-    """Embedding, three residual blocks, output layer."""
+    """Embedding, two residual blocks, output layer."""
 
     def __init__(self, run: Run) -> None:
         super().__init__()
         self.embedding = torch.nn.Embedding(VOCABULARY, HIDDEN)
         self.blocks = torch.nn.ModuleList(
-            Block(run, excluded=run.excluded_matrix and i == 1) for i in range(3)
+            Block(run, excluded=run.excluded_matrix and i == 1) for i in range(2)
         )
         self.head = torch.nn.Linear(HIDDEN, VOCABULARY, bias=False)
         for weight in (self.embedding.weight, self.head.weight):
@@ -190,10 +190,10 @@ def build(run: Run) -> tuple[DistributedDataParallel, MegatronOptimizer]:
 def batch(step: int, microbatch: int, microbatches: int) -> torch.Tensor:
     """This rank's tokens ``[rows, SEQUENCE + 1]``: a slice of the same global batch on every rank."""
     generator = torch.Generator().manual_seed(1000 + step)
-    tokens = torch.randint(VOCABULARY, (BATCH * 3, SEQUENCE + 1), generator=generator)
+    tokens = torch.randint(VOCABULARY, (ROWS, SEQUENCE + 1), generator=generator)
     rank = parallel_state.get_data_parallel_rank()
     ranks = parallel_state.get_data_parallel_world_size()
-    rows = BATCH * 3 // (ranks * microbatches)
+    rows = ROWS // (ranks * microbatches)
     first = (microbatch * ranks + rank) * rows
     return tokens[first : first + rows]
 

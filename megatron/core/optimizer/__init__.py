@@ -1,5 +1,6 @@
 """Optimizers: masters, flat and layer-wise sharding, update rules, and the factory for all of them."""
 
+from megatron.core.optimizer.audit import ParamSyncError, audit_param_sync
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.factory import get_megatron_optimizer
 from megatron.core.optimizer.layer_wise_optimizer import LayerWiseDistributedOptimizer
@@ -30,8 +31,10 @@ __all__ = [
     "OptimizerConfig",
     "ParamKey",
     "ParamPredicate",
+    "ParamSyncError",
     "ParamWithNamePredicate",
     "SGDOptimizerConfig",
+    "audit_param_sync",
     "get_megatron_optimizer",
     "get_standard_config_overrides",
 ]

@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from megatron.core.collectives import all_gather_uneven, group_rank, group_size
 from megatron.core.distributed import DistributedDataParallel
+from megatron.core.distributed.layout_check import check_same_on_all_ranks
 from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketGroup
 from megatron.core.fp8_utils import forget_quantized_weights, pop_high_precision_init_val
 from megatron.core.optimizer.optimizer import (
@@ -117,9 +118,16 @@ class LayerWiseDistributedOptimizer(ChainedOptimizer):
         in_order = [p for c in self.model_chunks for p in c.params_with_grad if p in wanted]
         dense = [p for p in in_order if getattr(p, "allreduce", True)]
         expert = [p for p in in_order if not getattr(p, "allreduce", True)]
-        return owners_by_ping_pong(dense, group_size(self.dp_cp)) | owners_by_ping_pong(
-            expert, group_size(self.expt_dp)
-        )
+        owners = {}
+        for params, group in ((dense, self.dp_cp), (expert, self.expt_dp)):
+            dealt = owners_by_ping_pong(params, group_size(group))
+            lines = [
+                f"parameter {i} {tuple(p.shape)} on rank {r}"
+                for i, (p, r) in enumerate(dealt.items())
+            ]
+            check_same_on_all_ranks(lines, group, managed[0].device)
+            owners |= dealt
+        return owners
 
     def _own_bucket_groups(self) -> list[_ParamAndGradBucketGroup]:
         """The groups that hold this optimizer's parameters, told how those travel."""

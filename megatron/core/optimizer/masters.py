@@ -17,26 +17,27 @@ def _unwrapped_name(name: str) -> str:
     return name
 
 
-def iter_full_masters(
+def iter_param_masters(
     optimizer: MegatronOptimizer, model_chunks: Sequence[torch.nn.Module]
-) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yields name and FP32 values of every trainable parameter, in name order, in its full shape.
+) -> Iterator[tuple[str, torch.nn.Parameter, torch.Tensor]]:
+    """Yields name, parameter and FP32 master of every trainable parameter, in name order.
 
-    The values are those that the optimizer updates: masters, or the parameters themselves where they
-    are FP32. Collective: every rank iterates to the end, and every rank gets the values, on the CPU.
+    The master has the parameter's shape and device, and is whole on every rank, whichever rank
+    updates it; of an FP32 parameter it is the owner's values themselves. Collective: every rank
+    iterates to the end.
     """
     owners: dict[torch.nn.Parameter, MainParamOptimizer] = {}
     records = {}
     for leaf in optimizer.leaves():
         owners |= dict.fromkeys(leaf.managed_params, leaf)
         records |= {record.model_param: record for record in leaf.main_params}
-    named = sorted(
-        (_unwrapped_name(name), param)
+    named = {
+        _unwrapped_name(name): param
         for chunk in model_chunks
         for name, param in chunk.named_parameters()
         if param.requires_grad
-    )
-    for name, param in named:
+    }
+    for name, param in sorted(named.items(), key=lambda item: item[0]):
         leaf = owners[param]
         full = torch.zeros(param.numel(), dtype=torch.float32, device=param.device)
         record = records.get(param)
@@ -46,7 +47,18 @@ def iter_full_masters(
         if leaf.is_sharded and group_size(group) > 1:
             # One rank holds each element and the others zero bits: an integer sum keeps every bit.
             all_reduce(full.view(torch.int32), group)
-        yield name, full.view(param.shape).cpu()
+        yield name, param, full.view(param.shape)
+
+
+def iter_full_masters(
+    optimizer: MegatronOptimizer, model_chunks: Sequence[torch.nn.Module]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yields name and FP32 master of every trainable parameter, in name order, on the CPU.
+
+    Collective: every rank iterates to the end, and every rank gets the values.
+    """
+    for name, _, master in iter_param_masters(optimizer, model_chunks):
+        yield name, master.cpu()
 
 
 def master_sha256(optimizer: MegatronOptimizer, model_chunks: Sequence[torch.nn.Module]) -> str:

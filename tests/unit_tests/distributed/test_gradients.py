@@ -86,14 +86,14 @@ def start_order(run: Run) -> list[list[int]]:
 
 
 def test_reductions_start_in_one_order():
-    run = EXACT.but(overlap_grad_reduce=True, bucket_size=5_000)
+    run = EXACT.but(overlap_grad_reduce=True, bucket_size=2_000)
     for orders in run_ranks(start_order, 2, run):
         assert all(order == sorted(order) and len(order) > 3 for order in orders)
 
 
 def ready_in_wrong_order() -> list[bool]:
     """A later group's gradients are complete first: its reduction has to wait for the earlier."""
-    ddp, _ = build(EXACT.but(overlap_grad_reduce=True, bucket_size=5_000))
+    ddp, _ = build(EXACT.but(overlap_grad_reduce=True, bucket_size=2_000))
     train_step(EXACT, ddp, 0)
     ddp.zero_grad_buffer()
     first, second = ddp.bucket_groups[:2]

@@ -168,7 +168,7 @@ def disagree(difference: str) -> str:
     if difference == "shape" and rank == 1:
         run = BASE.but(biases=False)
     if difference == "bucket_size" and rank == 1:
-        run = BASE.but(bucket_size=5_000)
+        run = BASE.but(bucket_size=2_000)
     try:
         build(run)
     except RuntimeError as error:

@@ -1,0 +1,140 @@
+"""Options of a transformer, by Megatron's names."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from megatron.core.model_parallel_config import (
+    ModelParallelConfig,
+    options_not_available,
+    refuse_not_available,
+)
+
+_NotAvailable: Any = options_not_available(
+    "_NotAvailable",
+    {
+        "multi-latent attention": {"multi_latent_attention": False},
+        "window attention": {"window_size": None},
+        "activation recomputation": {
+            "recompute_granularity": None,
+            "recompute_method": None,
+            "recompute_num_layers": None,
+        },
+        "multi-token prediction": {"mtp_num_layers": None},
+        "FP4": {"fp4": None, "fp4_param": False},
+        "layernorm that is centred at zero": {"layernorm_zero_centered_gamma": False},
+        "query and key norms": {"qk_layernorm": False},
+    },
+)
+
+
+@dataclass
+class TransformerConfig(_NotAvailable, ModelParallelConfig):
+    """Options of a transformer. Only the first three have no default.
+
+    Attributes:
+        num_layers: Layers.
+        hidden_size: Features of the residual stream.
+        num_attention_heads: Query heads.
+        num_query_groups: Key and value heads; as many as query heads if ``None``.
+        kv_channels: Features of a head; ``hidden_size / num_attention_heads`` if ``None``.
+        ffn_hidden_size: Features inside the MLP; ``4 * hidden_size`` if ``None``.
+        gated_linear_unit: The MLP's activation is gated.
+        activation_func: Of the MLP.
+        normalization: ``LayerNorm`` or ``RMSNorm``.
+        layernorm_epsilon: Added to the variance.
+        add_bias_linear: Linear layers have biases.
+        add_qkv_bias: The fused query-key-value layer has one even so.
+        hidden_dropout: After attention and after the MLP.
+        attention_dropout: Of attention weights.
+        init_method_std: Of initial weights; outputs of residual branches get it over
+            ``sqrt(2 * num_layers)``.
+        calculate_per_token_loss: Sum gradients and divide once by the global number of tokens.
+        fp8: ``None``, or ``e4m3`` for linear layers that compute in 8 bits.
+        fp8_recipe: ``mxfp8``.
+        fp8_param: Their weights are stored quantised.
+
+    Raises:
+        ValueError: If an option is out of range, contradicts another or is not available.
+    """
+
+    num_layers: int = 0
+    hidden_size: int = 0
+    num_attention_heads: int = 0
+    num_query_groups: int | None = None
+    kv_channels: int | None = None
+    ffn_hidden_size: int | None = None
+    gated_linear_unit: bool = False
+    activation_func: Callable[[torch.Tensor], torch.Tensor] = F.gelu
+    normalization: str = "LayerNorm"
+    layernorm_epsilon: float = 1e-5
+    add_bias_linear: bool = True
+    add_qkv_bias: bool = False
+    hidden_dropout: float = 0.1
+    attention_dropout: float = 0.1
+    init_method_std: float = 0.02
+    calculate_per_token_loss: bool = False
+    fp8: str | None = None
+    fp8_recipe: str = "mxfp8"
+    fp8_param: bool = False
+    num_moe_experts: int | None = None
+    moe_router_topk: int = 2
+    moe_ffn_hidden_size: int | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        refuse_not_available(self)
+        for name in ("num_layers", "hidden_size", "num_attention_heads"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        heads = self.num_attention_heads
+        if self.kv_channels is None:
+            if self.hidden_size % heads:
+                raise ValueError(
+                    f"hidden_size ({self.hidden_size}) must divide by num_attention_heads ({heads}); "
+                    "otherwise set kv_channels"
+                )
+            self.kv_channels = self.hidden_size // heads
+        if self.num_query_groups is None:
+            self.num_query_groups = heads
+        if self.num_query_groups < 1 or heads % self.num_query_groups:
+            raise ValueError(
+                f"num_attention_heads ({heads}) must divide by num_query_groups "
+                f"({self.num_query_groups})"
+            )
+        if self.ffn_hidden_size is None:
+            self.ffn_hidden_size = 4 * self.hidden_size
+        if self.normalization not in ("LayerNorm", "RMSNorm"):
+            raise ValueError(
+                f"normalization must be LayerNorm or RMSNorm, got {self.normalization!r}"
+            )
+        self._check_fp8()
+        tp = self.tensor_model_parallel_size
+        if heads % tp or self.num_query_groups % tp:
+            raise ValueError(
+                f"num_attention_heads ({heads}) and num_query_groups ({self.num_query_groups}) must "
+                f"divide by tensor_model_parallel_size ({tp})"
+            )
+        if tp > 1 and (self.hidden_dropout or self.attention_dropout):
+            raise ValueError(
+                "dropout with tensor_model_parallel_size above 1 is not available: set "
+                "hidden_dropout and attention_dropout to 0"
+            )
+
+    def _check_fp8(self) -> None:
+        if self.fp8 is None:
+            if self.fp8_param:
+                raise ValueError("fp8_param needs fp8='e4m3': weights are stored as they compute")
+            return
+        if self.fp8 != "e4m3" or self.fp8_recipe != "mxfp8":
+            raise ValueError(
+                f"fp8={self.fp8!r} with fp8_recipe={self.fp8_recipe!r} is not available; the one recipe "
+                "here is fp8='e4m3' with fp8_recipe='mxfp8'"
+            )
+        if not self.bf16:
+            raise ValueError("fp8='e4m3' needs bf16=True: its outputs and gradients are BF16")
