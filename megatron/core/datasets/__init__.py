@@ -1,0 +1,1 @@
+"""Token files, and the samples of a GPT drawn from them."""

@@ -1,0 +1,1 @@
+"""How a tokenizer is chosen by name."""

@@ -1,0 +1,1 @@
+"""Batches for the ranks of a job."""
