@@ -37,8 +37,8 @@ _WAIT_FOR_CAUSE_S = 2.0
 _WAIT_FOR_LAUNCHER_S = 3.0
 
 
-class UserError(Exception):
-    """Something the user can put right; shown as its message alone."""
+class PlainError(Exception):
+    """An error whose message says all there is to say; shown without a traceback."""
 
 
 @contextlib.contextmanager
@@ -47,7 +47,7 @@ def errors_are_the_users() -> Iterator[None]:
     try:
         yield
     except (ValueError, OSError, ImportError) as error:
-        raise UserError(str(error)) from error
+        raise PlainError(str(error)) from error
 
 
 @contextlib.contextmanager
@@ -84,7 +84,7 @@ def _report(error: BaseException) -> None:
             f"{where}lost the connection to another rank, which ended without a message "
             "(killed, out of memory, or its host is gone)"
         )
-    elif isinstance(error, UserError):
+    elif isinstance(error, PlainError):
         _say(f"{where}error: {error}")
     else:
         text = "".join(traceback.format_exception(error))

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from megatron.core import parallel_state
 
-from .failure import UserError
+from .failure import PlainError
 
 
 def initialize_megatron(args: argparse.Namespace) -> None:
@@ -25,7 +25,7 @@ def initialize_megatron(args: argparse.Namespace) -> None:
         args: Checked arguments; gets ``rank``, ``local_rank`` and ``device``.
 
     Raises:
-        UserError: If the ranks outnumber the GPUs of this host under NCCL.
+        PlainError: If the ranks outnumber the GPUs of this host under NCCL.
     """
     args.rank = int(os.environ.get("RANK", "0"))
     args.local_rank = int(os.environ.get("LOCAL_RANK", "0"))
@@ -56,7 +56,7 @@ def _choose_device(args: argparse.Namespace) -> torch.device:
         return torch.device("cpu")
     count = torch.cuda.device_count()
     if args.local_rank >= count and args.distributed_backend == "nccl":
-        raise UserError(
+        raise PlainError(
             f"local rank {args.local_rank} has no GPU of its own: this host has {count}; start at "
             f"most {count} ranks on it, or use --distributed-backend gloo, which can share GPUs"
         )

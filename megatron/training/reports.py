@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any, TextIO
 
-from .failure import UserError
+from .failure import PlainError
 from .step import StepResult
 
 
@@ -54,7 +54,7 @@ class MetricsFile:
         try:
             self._file = open(path, "w", encoding="utf-8")  # noqa: SIM115 (closed by close())
         except OSError as error:
-            raise UserError(f"--metrics-jsonl {path}: {error.strerror}") from error
+            raise PlainError(f"--metrics-jsonl {path}: {error.strerror}") from error
 
     def write(self, **values: Any) -> None:
         """Appends one line and hands it to the system, so that a killed job keeps its lines."""
@@ -244,7 +244,7 @@ def _summary_writer(folder: str) -> Any:
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError as error:
-        raise UserError(
+        raise PlainError(
             "--tensorboard-dir needs the package tensorboard: pip install "
             "'megatron-layerwise[tensorboard]'"
         ) from error

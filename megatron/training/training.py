@@ -12,11 +12,15 @@ import torch
 import torch.distributed as dist
 
 from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.optimizer.audit import ParamSyncError, audit_param_sync
 from megatron.core.optimizer.masters import master_sha256
-from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.optimizer_param_scheduler import (
+    OptimizerParamScheduler,
+    get_canonical_lr_for_logging,
+)
 
 from .evaluation import evaluate
-from .failure import errors_are_the_users
+from .failure import PlainError, errors_are_the_users
 from .initialize import initialize_megatron, leave_job
 from .model_setup import (
     ModelProvider,
@@ -77,7 +81,7 @@ def pretrain(
         forward_step_func: Runs the model on one microbatch.
 
     Raises:
-        UserError: If data or outputs cannot be opened.
+        PlainError: If data or outputs cannot be opened, or an audit finds a difference.
     """
     joins = not dist.is_initialized()
     initialize_megatron(args)
@@ -157,6 +161,9 @@ def train(
         if args.overlap_param_gather and not hooked and not result.skipped:
             enable_forward_pre_hook(model)
             hooked = True
+        interval = args.check_param_sync_interval
+        if interval is not None and iteration % interval == 0:
+            _audit(model, optimizer, iteration)
         reporter.iteration(iteration, result, learning_rate, loss_scale, elapsed_ms, leaving)
         if hooked and (due or leaving):
             disable_forward_pre_hook(model, param_sync=True)
@@ -167,9 +174,17 @@ def train(
             break
 
 
+def _audit(model: Sequence[Any], optimizer: MegatronOptimizer, iteration: int) -> None:
+    try:
+        audit_param_sync(model, optimizer)
+    except ParamSyncError as error:
+        raise PlainError(f"audit after iteration {iteration}: {error}") from error
+
+
 def _learning_rate(optimizer: MegatronOptimizer) -> float:
     """The rate that the next step will use, of parameters without a rate of their own."""
-    return float(optimizer.param_groups[0]["lr"])
+    rate = get_canonical_lr_for_logging(optimizer.param_groups)
+    return float(optimizer.param_groups[0]["lr"] if rate is None else rate)
 
 
 def _evaluate_splits(

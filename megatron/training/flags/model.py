@@ -31,7 +31,7 @@ MODEL = (
         "How tokens know their place.",
         str,
         "learned_absolute",
-        ("learned_absolute", "rope", "none"),
+        ("learned_absolute", "rope"),
     ),
     Flag("--rotary-base", "Base of the rotary frequencies; with rope.", whole(1), 10000),
     Flag(
@@ -109,7 +109,7 @@ DATA = (
         "NullTokenizer needs --vocab-size, HuggingFaceTokenizer needs --tokenizer-model.",
         str,
         None,
-        ("BytesTokenizer", "HuggingFaceTokenizer", "NullTokenizer"),
+        ("ByteTokenizer", "HuggingFaceTokenizer", "NullTokenizer"),
     ),
     Flag("--tokenizer-model", "A Hugging Face tokenizer.json.", str, metavar="FILE"),
     Flag("--vocab-size", "Tokens in the vocabulary, without padding.", whole(1)),

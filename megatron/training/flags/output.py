@@ -7,7 +7,6 @@ from .flag import Flag, whole
 OUTPUT = (
     Flag("--log-interval", "Iterations between log lines.", whole(1), 100),
     Flag("--log-num-zeros-in-grad", "Count the zeros among the gradients."),
-    Flag("--log-params-norm", "Log the norm of the FP32 masters."),
     Flag("--tensorboard-dir", "Folder of TensorBoard events.", str, metavar="FOLDER"),
     Flag("--tensorboard-log-interval", "Iterations between TensorBoard points.", whole(1), 1),
     Flag("--metrics-jsonl", "File that gets one JSON object per iteration.", str, metavar="FILE"),

@@ -6,7 +6,7 @@ import argparse
 
 import torch
 
-from .check import require, warn_once
+from .check import flag_name, require, warn_once
 
 _MXFP8_BLOCK = 32
 
@@ -28,11 +28,12 @@ def check_parallel(args: argparse.Namespace) -> None:
         f"{world} ranks are not divisible by TP x GTP = {tensor} x {args.gtp_weight_remat_size} = "
         f"{shards} (--tensor-model-parallel-size, --tensor-parallel-num-weight-shards)",
     )
-    heads = args.num_attention_heads
-    require(
-        heads % tensor == 0,
-        f"--num-attention-heads {heads} is not divisible by --tensor-model-parallel-size {tensor}",
-    )
+    for dest in ("num_attention_heads", "num_query_groups", "ffn_hidden_size"):
+        size = getattr(args, dest)
+        require(
+            size is None or size % tensor == 0,
+            f"{flag_name(dest)} {size} is not divisible by --tensor-model-parallel-size {tensor}",
+        )
     if args.expert_tensor_parallel_size is None:
         args.expert_tensor_parallel_size = tensor
     if args.expert_tensor_parallel_num_weight_shards is None:

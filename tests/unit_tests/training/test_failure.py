@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.training.failure import UserError, errors_are_the_users, one_error_per_job
+from megatron.training.failure import PlainError, errors_are_the_users, one_error_per_job
 
 from .command_line import command_line
 
@@ -102,7 +102,7 @@ def test_control_c_is_not_an_error(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_only_expected_kinds_are_the_users() -> None:
-    with pytest.raises(UserError, match="no such file"), errors_are_the_users():
+    with pytest.raises(PlainError, match="no such file"), errors_are_the_users():
         raise FileNotFoundError("no such file")
     with pytest.raises(RuntimeError), errors_are_the_users():
         raise RuntimeError("a defect")

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.training.failure import UserError
+from megatron.training.failure import PlainError
 from megatron.training.reports import MetricsFile, ProgressBar, Reporter
 from megatron.training.step import StepResult
 
@@ -68,7 +68,7 @@ def test_metrics_stay_json_when_losses_are_not_numbers(tmp_path: Path) -> None:
 
 
 def test_metrics_that_cannot_be_written_are_the_users_to_put_right(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="--metrics-jsonl"):
+    with pytest.raises(PlainError, match="--metrics-jsonl"):
         MetricsFile(str(tmp_path))
 
 
