@@ -85,7 +85,9 @@ def forward_step(
 ) -> tuple[torch.Tensor, LossFunc]:
     """Runs the model on the next microbatch."""
     device = next(model.parameters()).device
-    batch = {name: value.to(device, non_blocking=True) for name, value in next(data_iterator).items()}
+    batch = {
+        name: value.to(device, non_blocking=True) for name, value in next(data_iterator).items()
+    }
     output = model(batch["tokens"], batch["position_ids"], labels=batch["labels"])
     mask = batch["loss_mask"]
 
@@ -107,4 +109,3 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
-

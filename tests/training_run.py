@@ -24,7 +24,8 @@ from megatron.core.distributed import (
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer.layer_wise_optimizer import tag_params_for_buffer_routing
 from megatron.core.optimizer.masters import iter_full_masters
-from megatron.core.quantization import MXFP8Quantizer, MXFP8Tensor, mxfp8_linear
+from megatron.core.quantization import MXFP8Quantizer
+from megatron.core.tensor_parallel.layers import linear
 
 VOCABULARY, HIDDEN, WIDE, SEQUENCE, ROWS = 64, 32, 64, 32, 12
 
@@ -83,10 +84,11 @@ class Linear(torch.nn.Linear):
     """A linear layer that computes in MXFP8 if its weight says so."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        weight = self.weight
-        if isinstance(weight, MXFP8Tensor) or getattr(weight, "computes_in_mxfp8", False):
-            return mxfp8_linear(x, weight, self.bias)
-        return super().forward(x)
+        return linear(x, self.weight, self.bias)
+
+
+class NeverQuantized(Linear):
+    """One that stays BF16 whatever the run."""
 
 
 class Block(torch.nn.Module):
@@ -95,7 +97,7 @@ class Block(torch.nn.Module):
     def __init__(self, run: Run, excluded: bool) -> None:
         super().__init__()
         self.norm = torch.nn.LayerNorm(HIDDEN)
-        self.mix = torch.nn.Linear(HIDDEN, HIDDEN, bias=False)
+        self.mix = NeverQuantized(HIDDEN, HIDDEN, bias=False)
         self.up = Linear(HIDDEN, WIDE, bias=run.biases)
         self.down = Linear(WIDE, HIDDEN, bias=run.biases)
         if excluded:
@@ -114,7 +116,7 @@ class SmallModel(torch.nn.Module):
         self.blocks = torch.nn.ModuleList(
             Block(run, excluded=run.excluded_matrix and i == 1) for i in range(2)
         )
-        self.head = torch.nn.Linear(HIDDEN, VOCABULARY, bias=False)
+        self.head = NeverQuantized(HIDDEN, VOCABULARY, bias=False)
         for weight in (self.embedding.weight, self.head.weight):
             weight.is_embedding_or_output_parameter = True  # type: ignore[assignment]
         if run.tied:
@@ -138,9 +140,11 @@ def build_model(run: Run) -> torch.nn.Module:
                 param.copy_(torch.randn(param.shape, generator=generator) * 0.1)
     model = model.bfloat16() if run.bf16 else model
     for module in model.modules():
-        if isinstance(module, Linear) and run.fp8 == "computed":
+        if not isinstance(module, Linear) or isinstance(module, NeverQuantized):
+            continue
+        if run.fp8 == "computed":
             module.weight.computes_in_mxfp8 = True  # type: ignore[assignment]
-        elif isinstance(module, Linear) and run.fp8 == "stored":
+        elif run.fp8 == "stored":
             module.weight = MXFP8Quantizer().quantize_parameter(module.weight)
     return model
 
@@ -240,12 +244,8 @@ def train(run: Run, after_step: Callable[..., None] | None = None) -> Result:
 
 
 def train_all(runs: list[Run]) -> list[Result]:
-    """Several runs, one after the other, in one world."""
-    results = []
-    for run in runs:
-        results.append(train(run))
-        parallel_state.destroy_model_parallel()
-    return results
+    """Several runs, one after the other, in one world with one set of process groups."""
+    return [train(run) for run in runs]
 
 
 def digest(result: Result) -> str:

@@ -14,6 +14,8 @@ from typing import Literal, get_args
 
 import torch
 
+from megatron.core.cpu_bf16 import is_emulated
+
 Coefficients = tuple[float, float, float]
 Precision = Literal["medium", "high", "highest"]
 ScaleMode = Literal["spectral", "unit_rms_norm", "shape_scaling"]
@@ -189,10 +191,20 @@ def iterate(x: torch.Tensor, coefficients: Sequence[Coefficients]) -> torch.Tens
         x: ``[rows, columns]`` or ``[batch, rows, columns]``, rows at most columns, norm at most 1.
         coefficients: One ``(a, b, c)`` a step.
     """
+    rounded = _round_to_bf16 if is_emulated(x) else _unchanged
+    dtype, x = x.dtype, x.float() if is_emulated(x) else x
     for a, b, c in coefficients:
-        gram = x @ x.mT
-        polynomial = _fused_product(gram, gram, gram, beta=b, alpha=c)
-        x = _fused_product(x, polynomial, x, beta=a, alpha=1.0)
+        gram = rounded(x @ x.mT)
+        polynomial = rounded(_fused_product(gram, gram, gram, beta=b, alpha=c))
+        x = rounded(_fused_product(x, polynomial, x, beta=a, alpha=1.0))
+    return x.to(dtype)
+
+
+def _round_to_bf16(x: torch.Tensor) -> torch.Tensor:
+    return x.bfloat16().float()
+
+
+def _unchanged(x: torch.Tensor) -> torch.Tensor:
     return x
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from megatron.core.cpu_bf16 import is_emulated
 from megatron.core.quantization import format as reference
 from megatron.core.quantization.quantizer import MXFP8Quantizer
 from megatron.core.quantization.tensor import MXFP8Tensor
@@ -77,29 +78,37 @@ class _MXFP8Linear(torch.autograd.Function):
         ctx: Any, input: torch.Tensor, weight: torch.Tensor, quantized: MXFP8Tensor
     ) -> torch.Tensor:
         left = _rowwise(input)
-        right = quantized.dequantize(torch.bfloat16)
+        right = quantized.dequantize(_compute_dtype(input))
         # Bytes, not values, wait for the backward pass.
         by_tokens = reference.quantize_columnwise(input) if ctx.needs_input_grad[1] else ()
         storage = quantized.storage_bytes
         ctx.save_for_backward(*by_tokens, storage.columnwise_data, storage.columnwise_scale)
-        return left @ right.T
+        return (left @ right.T).to(torch.bfloat16)
 
     @staticmethod
     def backward(ctx: Any, grad_output: torch.Tensor) -> Any:  # type: ignore[override]
         *by_tokens, column_data, column_scale = ctx.saved_tensors
         grad_input = grad_weight = None
         if ctx.needs_input_grad[0]:
-            weight = reference.dequantize_columnwise(column_data, column_scale, torch.bfloat16)
-            grad_input = _rowwise(grad_output) @ weight
+            dtype = _compute_dtype(grad_output)
+            weight = reference.dequantize_columnwise(column_data, column_scale, dtype)
+            grad_input = (_rowwise(grad_output) @ weight).to(torch.bfloat16)
         if ctx.needs_input_grad[1]:
-            input = reference.dequantize_columnwise(*by_tokens, torch.bfloat16)  # type: ignore[misc]
-            grad_weight = _columnwise(grad_output).T @ input
+            dtype = _compute_dtype(grad_output)
+            input = reference.dequantize_columnwise(*by_tokens, dtype)  # type: ignore[misc]
+            grad_weight = (_columnwise(grad_output).T @ input).to(torch.bfloat16)
         return grad_input, grad_weight, None
 
 
+def _compute_dtype(like: torch.Tensor) -> torch.dtype:
+    """In which products of dequantised operands are formed: BF16 with FP32 sums, or FP32 outright."""
+    return torch.float32 if is_emulated(like) else torch.bfloat16
+
+
 def _rowwise(values: torch.Tensor) -> torch.Tensor:
-    return reference.dequantize_rowwise(*reference.quantize_rowwise(values), torch.bfloat16)
+    return reference.dequantize_rowwise(*reference.quantize_rowwise(values), _compute_dtype(values))
 
 
 def _columnwise(values: torch.Tensor) -> torch.Tensor:
-    return reference.dequantize_columnwise(*reference.quantize_columnwise(values), torch.bfloat16)
+    quantized = reference.quantize_columnwise(values)
+    return reference.dequantize_columnwise(*quantized, _compute_dtype(values))

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
+from megatron.core import cpu_bf16
 from megatron.core.collectives import group_rank, group_size
 from megatron.core.quantization import MXFP8Tensor, mxfp8_linear
 from megatron.core.tensor_parallel.init import NormalInit
@@ -51,7 +52,7 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> 
     """
     if isinstance(weight, MXFP8Tensor) or getattr(weight, "computes_in_mxfp8", False):
         return mxfp8_linear(x, weight, bias)
-    return F.linear(x, weight, bias)
+    return cpu_bf16.linear(x, weight, bias)
 
 
 def _new_weight(

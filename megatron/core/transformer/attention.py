@@ -6,9 +6,9 @@ import math
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 
 from megatron.core.collectives import group_size
+from megatron.core.cpu_bf16 import scaled_dot_product_attention
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.rotary import apply_rotary
@@ -69,7 +69,7 @@ class SelfAttention(MegatronModule):
             query, key = apply_rotary(query, rotation), apply_rotary(key, rotation)
         # [s, b, heads, channels] to [b, heads, s, channels]
         query, key, value = (t.permute(1, 2, 0, 3) for t in (query, key, value))
-        context = F.scaled_dot_product_attention(
+        context = scaled_dot_product_attention(
             query,
             key,
             value,

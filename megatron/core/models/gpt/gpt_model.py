@@ -52,7 +52,6 @@ class LanguageModelEmbedding(MegatronModule):
             )
             table.weight.normal_init = NormalInit(std, shape)  # type: ignore[assignment]
             table.weight.is_embedding_or_output_parameter = True  # type: ignore[assignment]
-            table.weight.sequence_parallel = config.sequence_parallel  # type: ignore[assignment]
             self.position_embeddings = table
 
     def forward(self, input_ids: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
