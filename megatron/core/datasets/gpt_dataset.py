@@ -216,7 +216,7 @@ class MockGPTLowLevelDataset:
     """
 
     seed: int = 0
-    size: int = 100_000
+    size: int = 1_000
     max_sequence_length: int = 4096
 
     def __init__(self, tokenizer: MegatronTokenizerBase) -> None:

@@ -80,7 +80,7 @@ def _load(base: str, names: tuple[str, ...]) -> Arrays | None:
     for name in names:
         try:
             array = np.load(_array_path(base, name), mmap_mode="r", allow_pickle=False)
-        except (FileNotFoundError, ValueError, EOFError):
+        except (FileNotFoundError, NotADirectoryError, ValueError, EOFError):
             return None
         arrays[name] = np.asarray(array)
     return arrays

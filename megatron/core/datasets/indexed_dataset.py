@@ -64,6 +64,10 @@ class IndexedDataset:
         """The number of sequences."""
         return len(self._index.sequence_lengths)
 
+    def __iter__(self) -> Iterator[NDArray[Any]]:
+        """The tokens of each sequence, as read-only views."""
+        return (self.get(idx) for idx in range(len(self)))
+
     @overload
     def __getitem__(self, idx: int | np.integer[Any]) -> NDArray[Any]: ...
     @overload

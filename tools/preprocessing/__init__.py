@@ -1,0 +1,1 @@
+"""The parts of ``tools/preprocess_data.py``: reading, tokenizing, showing progress."""
