@@ -365,6 +365,7 @@ def test_the_default_text_is_english_and_its_splits_differ(tmp_path: Path) -> No
     written = {path: path.stat().st_mtime_ns for path in folder.iterdir()}
     assert build_text("1,1,0")[2] is None
     assert {path: path.stat().st_mtime_ns for path in folder.iterdir()} == written
+    (folder / "valid.bin").unlink()
     (folder / "valid.bin").write_bytes(b"")
     assert build_text()[1].text(0).tolist() == valid.text(0).tolist()
 
