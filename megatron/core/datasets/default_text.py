@@ -8,7 +8,7 @@ its last twentieth for test, the twentieth before for validation, cut between pa
 
 from __future__ import annotations
 
-import contextlib
+import errno
 import hashlib
 import json
 import os
@@ -119,16 +119,26 @@ def _build(folder: str, chapters: list[str], tokenizer: MegatronTokenizerBase) -
                         builder.add_item([*_tokenize(tokenizer, text), tokenizer.eod])
                         builder.end_document()
                 builder.finalize(get_idx_path(prefix))
-        if os.path.exists(folder):
-            # It is damaged; whoever has its files open keeps them.
+        # Where files cannot be locked, another process may have been faster: a folder is replaced
+        # only if it is damaged, and whoever has its files open keeps them.
+        if not _renamed(temporary, folder) and not _is_complete(folder):
             damaged = temporary_path(folder)
             os.rename(folder, damaged)
             shutil.rmtree(damaged, ignore_errors=True)
-        # Where files cannot be locked, another process may have been faster with the same files.
-        with contextlib.suppress(OSError):
             os.rename(temporary, folder)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _renamed(source: str, target: str) -> bool:
+    """Renames a folder; false if there is one of that name, with files in it."""
+    try:
+        os.rename(source, target)
+    except OSError as error:
+        if error.errno not in (errno.EEXIST, errno.ENOTEMPTY):
+            raise
+        return False
+    return True
 
 
 def _tokenize(tokenizer: MegatronTokenizerBase, text: str) -> list[int]:
