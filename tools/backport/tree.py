@@ -124,6 +124,14 @@ class Tree:
         return self._scopes.get(name)
 
 
+def _syntax_error(source: str, message: str) -> UnknownCode:
+    try:
+        compile(source, "source", "exec", dont_inherit=True)
+    except SyntaxError as error:  # says more clearly what and where
+        return UnknownCode(f"not Python ({error.msg})", error.lineno)
+    return UnknownCode(f"not Python that LibCST can read ({message})")
+
+
 @lru_cache(maxsize=64)
 def _parse(source: str) -> tuple[str, dict[str, Scope]]:
     try:
@@ -138,7 +146,7 @@ def _parse(source: str) -> tuple[str, dict[str, Scope]]:
     try:
         module = cst.parse_module(source)
     except cst.ParserSyntaxError as error:
-        raise UnknownCode(f"not Python ({error.message})", error.raw_line) from None
+        raise _syntax_error(source, error.message) from None
     positions = MetadataWrapper(module, unsafe_skip_copy=True).resolve(PositionProvider)
     lines = [line.replace("\r\n", "\n") for line in split_lines(source)]
     scopes: dict[str, Scope] = {}

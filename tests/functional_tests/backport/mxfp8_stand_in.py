@@ -53,7 +53,9 @@ def dequantize_rows(elements: torch.Tensor, exponents: torch.Tensor) -> torch.Te
 
 
 def _power_of_two(biased_exponent: torch.Tensor) -> torch.Tensor:
-    power = torch.ldexp(torch.tensor(1.0), biased_exponent - 127)
+    power = torch.ldexp(
+        torch.ones_like(biased_exponent, dtype=torch.float32), biased_exponent - 127
+    )
     return torch.where((biased_exponent < 0) | (biased_exponent == 255), torch.nan, power)
 
 

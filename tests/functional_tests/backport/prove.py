@@ -64,10 +64,10 @@ def configurations(version: str) -> dict[str, Run]:
     return {**PADDED, **LEGACY, **LEGACY_OVERLAP}
 
 
-def attempt(server: RankServer, run: Run) -> list[Outcome] | RunFailed:
+def attempt(server: RankServer, tree: Path, run: Run) -> list[Outcome] | RunFailed:
     """The outcomes, or what went wrong."""
     try:
-        return server.run(run)
+        return server.run(tree, run)[0]
     except RunFailed as failure:
         return failure
 
@@ -147,22 +147,21 @@ def _losses(outcomes: list[Outcome] | RunFailed) -> str:
 
 def prove(version: str, names: list[str], folder: Path, without: str | None) -> Iterator[Row]:
     """One row per configuration of this release; all where ``names`` is empty."""
-    tree = original(version, folder)
-    with tempfile.TemporaryDirectory() as scratch:
-        copy = edited(tree, Path(scratch) / version, without)
-        with RankServer(tree) as before, RankServer(copy) as after:
-            for name, run in configurations(version).items():
-                if names and name not in names:
-                    continue
-                off = attempt(after, run.off())
-                yield Row(
-                    version,
-                    name,
-                    off,
-                    attempt(before, run.off()),
-                    attempt(before, run),
-                    difference(attempt(after, run), off),
-                )
+    before = original(version, folder)
+    with tempfile.TemporaryDirectory() as scratch, RankServer() as server:
+        after = edited(before, Path(scratch) / version, without)
+        for name, run in configurations(version).items():
+            if names and name not in names:
+                continue
+            off = attempt(server, after, run.off())
+            yield Row(
+                version,
+                name,
+                off,
+                attempt(server, before, run.off()),
+                attempt(server, before, run),
+                difference(attempt(server, after, run), off),
+            )
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -1,8 +1,8 @@
-"""Trains with one release on as many ranks as asked, again and again, and hands back outcomes.
+"""Trains with releases on as many ranks as asked, again and again, and hands back outcomes.
 
-A release takes seconds to import, so one process per source tree imports it once and forks its
-ranks for every run. :class:`RankServer` is the near end; ``main`` is the far one, which is started
-with the tree before everything else on its path.
+Importing PyTorch and a release takes seconds, so it is done once and forked: one process imports
+PyTorch, forks one process for every source tree, which imports that tree's release and forks the
+ranks of every run. :class:`RankServer` is the near end of the first process.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from tests.functional_tests.backport.recipe import Outcome, Run
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 RUN_LIMIT_S = 120.0
-GRACE_S = 2.0
+GRACE_S = 1.0
 
 
 class RunFailed(RuntimeError):
@@ -34,15 +34,10 @@ class RunFailed(RuntimeError):
 
 
 class RankServer:
-    """Trains with the release at ``tree``, a folder that holds ``megatron``."""
+    """Trains with any release, given as a folder that holds ``megatron``."""
 
-    def __init__(self, tree: Path) -> None:
-        self.tree = tree
-        environment = {
-            **os.environ,
-            "PYTHONPATH": os.pathsep.join((str(tree), str(REPOSITORY))),
-            "OMP_NUM_THREADS": "1",
-        }
+    def __init__(self) -> None:
+        environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}
         self._process = subprocess.Popen(
             [sys.executable, "-P", "-W", "ignore", "-m", __name__],
             env=environment,
@@ -50,23 +45,30 @@ class RankServer:
             stdout=subprocess.PIPE,
         )
 
-    def run(self, run: Run) -> list[Outcome]:
-        """Outcomes by rank.
+    def run(self, tree: Path, *runs: Run) -> list[list[Outcome]]:
+        """Trains every run, one after another, in the same rank processes.
+
+        Args:
+            tree: The release.
+            runs: What to train; all with the same number of ranks.
+
+        Returns:
+            Outcomes by run and rank.
 
         Raises:
             RunFailed: If a rank raised, died or hung.
         """
         assert self._process.stdin is not None and self._process.stdout is not None
-        _send(self._process.stdin, run)
+        _send(self._process.stdin, (str(tree), runs))
         answer = _receive(self._process.stdout)
         if answer is None:
-            raise RunFailed(f"the process for {self.tree} ended, see its messages above")
+            raise RunFailed("the process that starts the ranks ended, see its messages above")
         if isinstance(answer, tuple):
             raise RunFailed(*answer)
-        return list(answer)
+        return [list(outcomes) for outcomes in zip(*answer, strict=True)]
 
     def close(self) -> None:
-        """Ends the process."""
+        """Ends all processes."""
         assert self._process.stdin is not None
         self._process.stdin.close()
         self._process.wait()
@@ -89,16 +91,11 @@ def _receive(stream: IO[bytes]) -> Any:
     return pickle.loads(stream.read(struct.unpack("<Q", head)[0])) if len(head) == 8 else None
 
 
-def _import_release() -> None:
-    """Imports the Megatron-core that comes first on the path, with stand-ins for what it lacks."""
-    import logging
-
-    import torch
-
+def _import_release(tree: str) -> None:
+    """Imports the Megatron-core at ``tree``, with stand-ins for what it lacks here."""
     from tests.functional_tests.backport import cuda_names, muon_stand_in, recipe
 
-    torch.set_num_threads(1)
-    logging.disable(logging.WARNING)
+    sys.path.insert(0, tree)
     cuda_names.install()
     muon_stand_in.install()
     with cuda_names.triton_names():
@@ -107,19 +104,21 @@ def _import_release() -> None:
     recipe.pretend_to_have_transformer_engine()
 
 
-def _be_a_rank(run: Run, rank: int, folder: Path) -> None:
+def _be_a_rank(runs: tuple[Run, ...], rank: int, folder: Path) -> None:
     import traceback
 
     import torch.distributed as dist
 
     from tests.functional_tests.backport import recipe
 
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(run.ranks))
+    size = runs[0].ranks
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size))
     answer: Any
     try:
-        store = dist.FileStore(str(folder / "store"), run.ranks)
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=run.ranks)
-        answer = recipe.train(run)
+        store = dist.FileStore(str(folder / "store"), size)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
+        recipe.release("parallel_state").initialize_model_parallel(create_gloo_process_groups=False)
+        answer = [recipe.train(run) for run in runs]
     except BaseException as error:  # whatever it was, it is the answer
         text = f"{type(error).__name__}: {error}".rstrip(": ")
         answer = (text, traceback.format_exc())
@@ -128,18 +127,19 @@ def _be_a_rank(run: Run, rank: int, folder: Path) -> None:
     partial.rename(folder / str(rank))
 
 
-def _train_on_ranks(run: Run) -> Any:
-    """Outcomes by rank, or message and traceback of the first rank that failed."""
+def _train_on_ranks(runs: tuple[Run, ...]) -> Any:
+    """Outcomes by rank and run, or message and traceback of the first rank that failed."""
+    size = runs[0].ranks
     with tempfile.TemporaryDirectory() as name:
         folder, ranks = Path(name), {}
-        for rank in range(run.ranks):
+        for rank in range(size):
             child = os.fork()
             if child == 0:
-                _be_a_rank(run, rank, folder)
+                _be_a_rank(runs, rank, folder)
                 os._exit(0)
             ranks[child] = rank
         answers: dict[int, Any] = {}
-        deadline = time.monotonic() + RUN_LIMIT_S
+        deadline = time.monotonic() + RUN_LIMIT_S * len(runs)
         while ranks and time.monotonic() < deadline:
             child, _ = os.waitpid(-1, os.WNOHANG)
             if child == 0:
@@ -160,17 +160,56 @@ def _train_on_ranks(run: Run) -> Any:
             # A peer's lost connection tells less than what made the first rank leave.
             return min(failures, key=lambda failure: "onnection" in failure[0])
         if ranks:
-            return (f"ranks {sorted(ranks.values())} gave no answer in {RUN_LIMIT_S:.0f} s", "")
-        return [answers[rank] for rank in range(run.ranks)]
+            return (f"ranks {sorted(ranks.values())} gave no answer in time", "")
+        return [answers[rank] for rank in range(size)]
+
+
+def _serve_tree(tree: str, requests: IO[bytes], answers: IO[bytes]) -> None:
+    _import_release(tree)
+    while (runs := _receive(requests)) is not None:
+        _send(answers, _train_on_ranks(runs))
+
+
+def _fork_for_tree(tree: str) -> tuple[IO[bytes], IO[bytes]]:
+    """A process for this tree: the stream of requests to it, and that of its answers."""
+    requests_out, requests_in = os.pipe()
+    answers_out, answers_in = os.pipe()
+    if os.fork() == 0:
+        # Other trees' processes end when their requests do, so none may be held open here.
+        os.closerange(requests_in, requests_in + 1)
+        try:
+            _serve_tree(tree, os.fdopen(requests_out, "rb"), os.fdopen(answers_in, "wb"))
+        except BaseException:
+            sys.excepthook(*sys.exc_info())
+        os._exit(0)
+    os.close(requests_out)
+    os.close(answers_in)
+    return os.fdopen(requests_in, "wb"), os.fdopen(answers_out, "rb")
 
 
 def main() -> None:
-    """Serves runs that come on standard input until it ends."""
+    """Serves requests that come on standard input until it ends."""
+    import logging
+
+    import torch
+    import torch.distributed.tensor
+
+    torch.set_num_threads(1)
+    logging.disable(logging.WARNING)
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # whatever a release prints is no answer
-    _import_release()
-    while (run := _receive(sys.stdin.buffer)) is not None:
-        _send(answers, _train_on_ranks(run))
+    os.setpgrp()
+    trees: dict[str, tuple[IO[bytes], IO[bytes]]] = {}
+    while (request := _receive(sys.stdin.buffer)) is not None:
+        tree, runs = request
+        if tree not in trees:
+            trees[tree] = _fork_for_tree(tree)
+        _send(trees[tree][0], runs)
+        answer = _receive(trees[tree][1])
+        if answer is None:
+            answer = (f"the process for {tree} ended, see its messages above", "")
+        _send(answers, answer)
+    os.killpg(0, signal.SIGKILL)  # its own group: the processes for trees, and itself
 
 
 if __name__ == "__main__":

@@ -39,6 +39,8 @@ class Run:
             hooks put back, as evaluation does.
         bucket_size: Elements; Megatron ignores it without overlap.
         steps: Optimizer steps.
+        damage: What to break in an MXFP8 weight before the first step, of what staging relies on:
+            ``no_master``, ``small_master`` or ``split``.
     """
 
     primary: bool = True
@@ -56,6 +58,7 @@ class Run:
     force_sync_after: tuple[int, ...] = ()
     bucket_size: int = 20_000
     steps: int = 10
+    damage: str = ""
 
     def off(self) -> Run:
         """The same run with BF16 primary weights."""
@@ -97,8 +100,7 @@ def pretend_to_have_transformer_engine() -> None:
 
 
 def train(run: Run) -> Outcome:
-    """Trains on this rank; ``torch.distributed`` is initialised."""
-    release("parallel_state").initialize_model_parallel()
+    """Trains on this rank; process groups are initialised."""
     model, optimizer = build(run)
     outcome = Outcome()
     _count_own_gathers(optimizer, outcome)
@@ -109,6 +111,8 @@ def train(run: Run) -> Outcome:
         if getattr(parameter, "get_high_precision_init_val", lambda: None)() is not None:
             outcome.unseeded.append(name)
 
+    if run.damage:
+        _damage_a_weight(run.damage, model)
     if run.overlap:
         # The weights are in place already, and nothing is staged yet.
         model.disable_forward_pre_hook(param_sync=False)
@@ -190,7 +194,7 @@ def _build_optimizer(run: Run, model: Any, reuse: bool) -> Any:
         groups = release("process_groups_config").ProcessGroupCollection.use_mpu_process_groups()
         return package.get_megatron_optimizer(config, [model], pg_collection=groups)
     return release("optimizer.muon").get_megatron_muon_optimizer(
-        config, [model], layer_wise_distributed_optimizer=True
+        config, [model], use_gloo_process_groups=False, layer_wise_distributed_optimizer=True
     )
 
 
@@ -227,6 +231,23 @@ def _count_own_gathers(optimizer: Any, outcome: Outcome) -> None:
                 gather()
 
             part.allgather_params = counted
+
+
+def _damage_a_weight(damage: str, model: Any) -> None:
+    bucket = next(
+        bucket
+        for group in model.bucket_groups
+        for bucket in group.buckets
+        if isinstance(bucket.params_list[0], mxfp8_stand_in.MXFP8Tensor)
+    )
+    shard = bucket.param_data.numel() // dist.get_world_size()
+    weight = next(p for p in bucket.params_list if bucket.param_to_index[p][0] < shard)
+    if damage == "split":
+        bucket.param_to_index[weight] = (shard - 1, shard - 1 + weight.numel())
+    elif hasattr(weight, "main_param") and damage == "no_master":
+        del weight.main_param
+    elif hasattr(weight, "main_param"):
+        weight.main_param = weight.main_param.flatten()[:1]
 
 
 def _stage_distributed_optimizers(optimizer: Any) -> None:

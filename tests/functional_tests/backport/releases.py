@@ -9,8 +9,7 @@ import zipfile
 from pathlib import Path
 
 from tools.backport.edits import EDITS
-from tools.backport.model import Edit
-from tools.backport.survey import PATHS, Survey, find_core
+from tools.backport.survey import Survey, find_core
 
 VERSIONS = ("0.16.1", "0.17.1", "0.18.2", "0.19.0", "0.19.2")
 DEFAULT_FOLDER = Path.home() / ".cache" / "megatron-layerwise" / "releases"
@@ -65,18 +64,29 @@ def original(version: str, folder: Path) -> Path:
 
 
 def edited(tree: Path, copy: Path, without: str | None = None) -> Path:
-    """A copy of an unpacked release with every edit.
+    """The release with every edit.
+
+    Files that no edit touches are links to the release's own, compiled code included.
 
     Args:
-        tree: The release.
-        copy: Where to put it; must not exist.
+        tree: The unpacked release.
+        copy: Where to put the edited one; must not exist.
         without: Name of an edit to leave out.
     """
-    shutil.copytree(tree, copy, ignore=shutil.ignore_patterns("training", "*.dist-info", "*.so"))
-    core = find_core(copy)
-    survey = Survey.of(core)
-    wanted: list[Edit] = [edit for edit in EDITS if edit.name != without]
-    for path, text in survey.with_edits(wanted).items():
-        (core / path).write_bytes(text.encode())
-    assert set(PATHS) == set(survey.sources)
+    core = find_core(tree)
+    wanted = [edit for edit in EDITS if edit.name != without]
+    texts = Survey.of(core).with_edits(wanted)
+    edited_names = {Path(path).stem for path in texts}
+    folders = {Path(path).parent for path in texts} | {Path()}
+    for folder in sorted(folders | {folder / "__pycache__" for folder in folders}):
+        if not (core / folder).is_dir():
+            continue
+        target = copy / "megatron" / "core" / folder
+        target.mkdir(parents=True)
+        for entry in (core / folder).iterdir():
+            has_own = folder / entry.name in folders or entry.name == "__pycache__"
+            if not has_own and entry.name.partition(".")[0] not in edited_names:
+                (target / entry.name).symlink_to(entry)
+    for path, text in texts.items():
+        (copy / "megatron" / "core" / path).write_bytes(text.encode())
     return copy

@@ -37,7 +37,7 @@ EDIT = Edit(
                 "self.use_buffer_param_sync = full_param_layouts is not None",
                 """
 # Who starts the parameter all-gather, decided once. The bucket group does when params are
-# views into its buffer, and also when MXFP8 params travel through its gradient memory, which
+# views into its buffer, and also when MXFP8 params travel through its gradient memory, that
 # only it may write. The overlap setting has no say in it.
 self.layerwise_param_sync_via_bucket_group = self.use_buffer_param_sync or any(
     chunk.ddp_config.reuse_grad_buf_for_mxfp8_param_ag

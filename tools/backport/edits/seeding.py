@@ -22,7 +22,7 @@ EDIT = Edit(
                 """\
 init_val = None
 if hasattr(param, 'get_high_precision_init_val'):
-    # Dequantizing would start training from other values than BF16 does.
+    # Dequantizing would start training from other values than BF16.
     init_val = param.get_high_precision_init_val()
 if init_val is None:
     main_param = param.detach().clone().float()
