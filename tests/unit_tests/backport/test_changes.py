@@ -42,7 +42,7 @@ REPLACE_HEADER = Replace("if (\n    force\n):", "if force and (\n    self.late\n
 SUPERSEDE = Supersede(
     "partition", "_partition_one", "\n\ndef partition(buffers):\n    return _partition_one(buffers)"
 )
-CHANGES = [
+CHANGES: list[tuple[Change, str]] = [
     (INSERT_AFTER, "Buffer.start"),
     (INSERT_BEFORE, "Buffer.start"),
     (INSERT_ABOVE, "Buffer.start"),

@@ -19,6 +19,7 @@ def source() -> torch.Tensor:
 
 def test_both_copies_equal_the_project_s(source: torch.Tensor) -> None:
     mine, theirs = MXFP8Tensor.quantized_from(source), MXFP8Quantizer()(source)
+    assert theirs._rowwise_data is not None and theirs._columnwise_data is not None
     assert torch.equal(mine._rowwise_data, theirs._rowwise_data.view(torch.uint8))
     assert torch.equal(mine._columnwise_data.T, theirs._columnwise_data.view(torch.uint8))
     assert torch.equal(mine.dequantize(), theirs.dequantize(dtype=torch.bfloat16))
