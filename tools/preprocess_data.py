@@ -158,9 +158,10 @@ def preprocess(args: argparse.Namespace) -> None:
 
 
 def _size(path: str) -> int:
-    if not os.path.isfile(path):
-        kind = "is a folder" if os.path.isdir(path) else "does not exist"
-        raise FileNotFoundError(f"--input {path} {kind}")
+    if not os.path.exists(path):
+        raise FileNotFoundError(f"--input {path} does not exist")
+    if os.path.isdir(path):
+        raise IsADirectoryError(f"--input {path} is a folder")
     return os.path.getsize(path)
 
 

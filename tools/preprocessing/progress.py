@@ -10,7 +10,7 @@ class Progress:
     """A tqdm bar, or percentages without tqdm; nothing where the stream is not a terminal.
 
     Args:
-        total: Bytes to be read.
+        total: Bytes to be read; 0 if that is not known.
         stream: Where to show it; the standard error stream by default.
     """
 
@@ -27,7 +27,11 @@ class Progress:
             except ImportError:
                 return
             self._bar = tqdm(
-                total=total, unit="B", unit_scale=True, file=self._stream, dynamic_ncols=True
+                total=total or None,
+                unit="B",
+                unit_scale=True,
+                file=self._stream,
+                dynamic_ncols=True,
             )
 
     def __enter__(self) -> Progress:
@@ -45,7 +49,7 @@ class Progress:
         if self._bar is not None:
             self._bar.update(bytes_read)
         elif self._is_shown:
-            percent = 100 * self._done // max(self._total, 1)
+            percent = 100 * self._done // self._total if self._total else 0
             if percent > self._shown:
                 self._shown = percent
                 print(f"\r{percent:3d} %", end="", file=self._stream, flush=True)

@@ -20,6 +20,9 @@ from .sample_index import SampleIndices, build_sample_indices, count_epochs, cou
 from .token_range import check_token_ids
 from .utils import Split
 
+# More are a mistake, and their index would not fit in memory.
+_MAX_EPOCHS = 1_000_000
+
 
 @dataclass
 class GPTDatasetConfig(BlendedMegatronDatasetConfig):
@@ -91,7 +94,7 @@ class GPTDataset(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
         config: Options.
 
     Raises:
-        ValueError: If there are no tokens to use, or too few for one sample in the only epoch.
+        ValueError: If there are no tokens to use, or far too few.
         OSError: If the index cannot be kept in the cache folder.
     """
 
@@ -173,6 +176,11 @@ class GPTDataset(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
         if tokens == 0:
             raise ValueError(f"{where} is empty: none of its documents has a token")
         epochs = count_epochs(self.num_samples, tokens, length)
+        if epochs > _MAX_EPOCHS:
+            raise ValueError(
+                f"{where} has {tokens} tokens, and {self.num_samples} samples of {length + 1} would "
+                f"take {epochs} epochs of them; give more data"
+            )
         if count_samples(epochs * tokens, length) == 0:
             raise ValueError(
                 f"{where} is empty: it has {tokens} tokens, and one sample takes {length + 1}"

@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .files import atomic_write, make_cache_folder, one_builder
+from .index_file import MAPPED_FROM_BYTES
 
 Arrays = dict[str, NDArray[Any]]
 
@@ -78,8 +79,10 @@ def _array_path(base: str, name: str) -> str:
 def _load(base: str, names: tuple[str, ...]) -> Arrays | None:
     arrays = {}
     for name in names:
+        path = _array_path(base, name)
         try:
-            array = np.load(_array_path(base, name), mmap_mode="r", allow_pickle=False)
+            large = os.path.getsize(path) >= MAPPED_FROM_BYTES
+            array = np.load(path, mmap_mode="r" if large else None, allow_pickle=False)
         except (FileNotFoundError, NotADirectoryError, ValueError, EOFError):
             return None
         arrays[name] = np.asarray(array)

@@ -19,6 +19,8 @@ from numpy.typing import NDArray
 _MAGIC = b"MMIDIDX\x00\x00"
 _VERSION = 1
 _HEADER = struct.Struct("<9sQBQQ")
+# Each mapping keeps a file open, and a blend may be made of very many small files.
+MAPPED_FROM_BYTES = 1 << 20
 # Arrays over all sequences are checked in pieces, so that checking needs little memory.
 _CHECKED_AT_ONCE = 1 << 22
 
@@ -85,9 +87,11 @@ class Index(NamedTuple):
 
 
 def map_file(path: str) -> NDArray[np.uint8]:
-    """Maps a file as read-only bytes; an empty file, which cannot be mapped, is an empty array."""
-    if os.path.getsize(path) == 0:
-        return np.empty(0, np.uint8)
+    """Returns the bytes of a file, read-only: mapped, or read where it is small."""
+    if os.path.getsize(path) < MAPPED_FROM_BYTES:
+        data = np.fromfile(path, np.uint8)
+        data.flags.writeable = False
+        return data
     return np.asarray(np.memmap(path, dtype=np.uint8, mode="r"))
 
 

@@ -59,7 +59,8 @@ class HuggingFaceTokenizer(MegatronTokenizerBase):
         self._tokenizer.no_padding()
         self._path = path
         self._digest = hashlib.sha256(content).hexdigest()
-        self._vocab_size = 1 + max(self._tokenizer.get_vocab(with_added_tokens=True).values())
+        ids = self._tokenizer.get_vocab(with_added_tokens=True).values()
+        self._vocab_size = 1 + max(ids, default=-1)
         self._eod = self._find_end()
 
     def tokenize(self, text: str) -> list[int]:

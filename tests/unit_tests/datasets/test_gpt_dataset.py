@@ -146,6 +146,8 @@ def test_no_tokens_are_no_data(tmp_path: Path) -> None:
         with pytest.raises(ValueError, match=f"the train split of .*{name} is empty"):
             build(tmp_path, prefix)
     prefix = write_documents(tmp_path / "short", [[1] * LENGTH])
+    with pytest.raises(ValueError, match=r"8 tokens, and 2000000 samples of 9 .* 2000001 epochs"):
+        build(tmp_path, prefix, (2_000_000, 0, 0))
     with pytest.raises(ValueError, match="it has 8 tokens, and one sample takes 9"):
         build(tmp_path, prefix, (None, 0, 0))
 

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from megatron.core.datasets import index_file
 from megatron.core.datasets.indexed_dataset import (
     DType,
     IndexedDataset,
@@ -40,7 +41,11 @@ def write_files(folder: Path, idx: bytes = IDX, bin_: bytes = BIN) -> str:
     return prefix
 
 
-def test_megatrons_bytes_are_read(tmp_path: Path) -> None:
+@pytest.mark.parametrize("mapped_from", [1, 1000])
+def test_megatrons_bytes_are_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mapped_from: int
+) -> None:
+    monkeypatch.setattr(index_file, "MAPPED_FROM_BYTES", mapped_from)
     dataset = IndexedDataset(write_files(tmp_path))
     assert [sequence.tolist() for sequence in dataset] == [[1, 2, 3], [], [4, 5]]
     assert dataset.sequence_lengths.tolist() == [3, 0, 2]

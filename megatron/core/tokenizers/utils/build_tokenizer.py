@@ -20,7 +20,7 @@ def build_tokenizer(
     Args:
         tokenizer_type: One of :data:`TOKENIZER_TYPES`; None for ``ByteTokenizer``.
         tokenizer_model: A ``tokenizer.json``, which ``HuggingFaceTokenizer`` needs and others refuse.
-        vocab_size: What ``NullTokenizer`` needs; others know theirs.
+        vocab_size: What ``NullTokenizer`` needs; others know theirs and take no other.
 
     Raises:
         ValueError: If the type is unknown, something it needs is missing, or something is given that
@@ -45,9 +45,9 @@ def build_tokenizer(
         return NullTokenizer(vocab_size)
     else:
         tokenizer = ByteTokenizer()
-    if vocab_size is not None and vocab_size < tokenizer.vocab_size:
+    if vocab_size is not None and vocab_size != tokenizer.vocab_size:
         raise ValueError(
-            f"--vocab-size {vocab_size} is too small for {name}, whose largest token id is "
-            f"{tokenizer.vocab_size - 1}"
+            f"--vocab-size {vocab_size} is not that of {name}, {tokenizer.vocab_size}; for token ids "
+            "from another tokenizer use --tokenizer-type NullTokenizer"
         )
     return tokenizer
