@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron.core.datasets import gpt_dataset
+from megatron.core.datasets import default_text, gpt_dataset
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.datasets.blended_megatron_dataset_config import (
     convert_split_vector_to_split_matrix,
@@ -85,9 +85,10 @@ def test_samples_span_documents(tmp_path: Path) -> None:
 
 
 def test_there_are_as_many_samples_as_wanted(tmp_path: Path) -> None:
-    prefix = write_documents(tmp_path / "data", numbered_documents([5]))
-    for size in (1, 2, 33):
-        assert len(build(tmp_path, prefix, (size, 0, 0))[0]) >= size
+    for tokens in (5, LENGTH, 2 * LENGTH):
+        prefix = write_documents(tmp_path / "data", numbered_documents([tokens]))
+        for size in (1, 2, 33):
+            assert len(build(tmp_path, prefix, (size, 0, 0))[0]) >= size
 
 
 def test_unsigned_tokens_come_out_unsigned(tmp_path: Path) -> None:
@@ -370,6 +371,16 @@ def test_the_default_text_is_english_and_its_splits_differ(tmp_path: Path) -> No
     (folder / "valid.bin").unlink()
     (folder / "valid.bin").write_bytes(b"")
     assert build_text()[1].text(0).tolist() == valid.text(0).tolist()
+
+
+def test_default_text_that_another_process_has_just_finished_is_kept(tmp_path: Path) -> None:
+    folder = tmp_path / "text"
+    chapters = ["\n\n".join(f"paragraph {i}" for i in range(100))]
+    default_text._build(str(folder), chapters, ByteTokenizer())
+    first = {path.name: path.stat().st_ino for path in folder.iterdir()}
+    default_text._build(str(folder), chapters, ByteTokenizer())
+    assert {path.name: path.stat().st_ino for path in folder.iterdir()} == first
+    assert [path.name for path in tmp_path.iterdir()] == ["text"]
 
 
 def test_the_default_text_needs_a_tokenizer_of_text(tmp_path: Path) -> None:

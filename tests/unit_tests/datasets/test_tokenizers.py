@@ -25,7 +25,7 @@ def write_tokenizer(folder: Path, **changes: Any) -> Path:
         "padding": None,
         "added_tokens": [
             {
-                "id": 9,
+                "id": 5,
                 "content": "<|endoftext|>",
                 "single_word": False,
                 "lstrip": False,
@@ -40,7 +40,7 @@ def write_tokenizer(folder: Path, **changes: Any) -> Path:
         "decoder": None,
         "model": {
             "type": "WordLevel",
-            "vocab": {"?": 0, "one": 1, "two": 2, "three": 3, "<end>": 4, "<|endoftext|>": 9},
+            "vocab": {"?": 0, "one": 1, "two": 2, "three": 3, "<end>": 4},
             "unk_token": "?",
         },
     } | changes
@@ -83,9 +83,13 @@ def test_hugging_face_there_and_back(tmp_path: Path) -> None:
         tokenizer = build_tokenizer("HuggingFaceTokenizer", str(place))
         # Longer than the truncation that the file asks for.
         assert tokenizer.tokenize("one two three four one") == [1, 2, 3, 0, 1]
-        assert tokenizer.detokenize([1, 2, 9]) == "one two <|endoftext|>"
-        # Ids 5 to 8 do not exist, but the embedding needs rows for them.
-        assert (tokenizer.vocab_size, tokenizer.eod) == (10, 9)
+        assert tokenizer.detokenize([1, 2, 5]) == "one two <|endoftext|>"
+        # The end of document is no word of the model's, but needs a row of the embedding.
+        assert (tokenizer.vocab_size, tokenizer.eod) == (6, 5)
+    # Nor do ids 1 to 7 exist here.
+    model = {"type": "WordLevel", "vocab": {"?": 0, "one": 8}, "unk_token": "?"}
+    write_tokenizer(tmp_path, added_tokens=[], model=model)
+    assert build_tokenizer("HuggingFaceTokenizer", str(path)).vocab_size == 9
 
 
 def test_a_configuration_beside_the_file_says_what_ends_documents(tmp_path: Path) -> None:
