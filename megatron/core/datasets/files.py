@@ -23,12 +23,23 @@ def atomic_write(path: str) -> Iterator[BinaryIO]:
     """Opens a binary file that appears as ``path`` when the body ends, and only if it succeeds."""
     temporary = temporary_path(path)
     try:
-        with open(temporary, "xb") as file:
+        with naming(path), open(temporary, "xb") as file:
             yield file
             sync(file)
         os.replace(temporary, path)
     except BaseException:
         remove_if_there(temporary)
+        raise
+
+
+@contextlib.contextmanager
+def naming(path: str) -> Iterator[None]:
+    """Within it, errors of the file system that name no file are errors of ``path``."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None and error.errno is not None:
+            raise OSError(error.errno, error.strerror, path) from None
         raise
 
 

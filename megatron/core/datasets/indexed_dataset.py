@@ -11,7 +11,7 @@ from typing import Any, BinaryIO, overload
 import numpy as np
 from numpy.typing import NDArray
 
-from .files import atomic_write, remove_if_there, sync, temporary_path
+from .files import atomic_write, naming, remove_if_there, sync, temporary_path
 from .index_file import DType, Scalar, check_places, map_file, read_index, write_index
 
 __all__ = ["DType", "IndexedDataset", "IndexedDatasetBuilder", "get_bin_path", "get_idx_path"]
@@ -228,7 +228,7 @@ class IndexedDatasetBuilder:
         Raises:
             ValueError: If that dataset is damaged, or stores tokens in another dtype.
         """
-        file = self._open_file()
+        self._open_file()
         other = IndexedDataset(path_prefix)
         if other.dtype is not self.dtype:
             raise ValueError(
@@ -237,7 +237,7 @@ class IndexedDatasetBuilder:
             )
         boundaries = other.document_indices[1:] + len(self._lengths)
         for chunk in other.iter_token_chunks():
-            file.write(chunk.tobytes())
+            self._write(chunk)
         self._lengths.frombytes(other.sequence_lengths.astype(np.int32).tobytes())
         self._boundaries.frombytes(boundaries.astype(np.int64).tobytes())
 
@@ -253,7 +253,8 @@ class IndexedDatasetBuilder:
                 f"{self.bin_path}: the last {len(self._lengths) - self._boundaries[-1]} sequences "
                 "belong to no document; call end_document() before finalize()"
             )
-        sync(file)
+        with naming(self.bin_path):
+            sync(file)
         with atomic_write(idx_path) as index:
             lengths = np.frombuffer(self._lengths, np.int32)
             write_index(index, self.dtype, lengths, np.frombuffer(self._boundaries, np.int64))
@@ -267,7 +268,8 @@ class IndexedDatasetBuilder:
     def discard(self) -> None:
         """Removes what was written, unless it was finalized."""
         if self._file is not None:
-            self._file.close()
+            with contextlib.suppress(OSError):  # what could not be written is not wanted any more
+                self._file.close()
             self._file = None
             remove_if_there(self._temporary)
 
@@ -279,7 +281,7 @@ class IndexedDatasetBuilder:
         return self._file
 
     def _append(self, tensor: Any, lengths: Sequence[int] | None) -> None:
-        file = self._open_file()
+        self._open_file()
         tokens = np.asarray(tensor).reshape(-1)
         added = np.array([tokens.size] if lengths is None else lengths, np.int64)
         if added.sum() != tokens.size or np.any(added < 0) or np.any(added > _MAX_LENGTH):
@@ -287,8 +289,12 @@ class IndexedDatasetBuilder:
                 f"{self.bin_path}: sequences of {added.tolist()} tokens cannot be made of "
                 f"{tokens.size} tokens (at most {_MAX_LENGTH} each)"
             )
-        file.write(self._stored(tokens).tobytes())
+        self._write(self._stored(tokens))
         self._lengths.frombytes(added.astype(np.int32).tobytes())
+
+    def _write(self, tokens: NDArray[Any]) -> None:
+        with naming(self.bin_path):
+            self._open_file().write(tokens.tobytes())
 
     def _stored(self, tokens: NDArray[Any]) -> NDArray[Any]:
         with np.errstate(invalid="ignore"):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import pickle
+import resource
+import signal
 import struct
 from collections.abc import Callable
 from pathlib import Path
@@ -204,6 +206,32 @@ def test_files_appear_complete_or_not_at_all(tmp_path: Path) -> None:
     write_documents(tmp_path / "data", [[7]])
     assert sorted(path.name for path in tmp_path.iterdir()) == ["data.bin", "data.idx"]
     assert IndexedDataset(str(tmp_path / "data"))[0].tolist() == [7]
+
+
+def test_a_full_disk_names_the_file_and_leaves_nothing(tmp_path: Path) -> None:
+    """A limit on the size of files stands in for the end of the disk."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, limits[1]))
+    try:
+        for tokens in (np.zeros(5_000, np.int32), np.zeros(2_600, np.int32)):
+            with (
+                pytest.raises(OSError, match=f"too large: '{tmp_path}/data.bin'"),
+                IndexedDatasetBuilder(str(tmp_path / "data.bin")) as builder,
+            ):
+                builder.add_document(tokens, [len(tokens)])
+                builder.finalize(str(tmp_path / "data.idx"))
+        with (
+            pytest.raises(OSError, match=f"too large: '{tmp_path}/data.idx'"),
+            IndexedDatasetBuilder(str(tmp_path / "data.bin")) as builder,
+        ):
+            for _ in range(1_000):
+                builder.add_document([1], [1])
+            builder.finalize(str(tmp_path / "data.idx"))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, handler)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_finalized_builder_takes_nothing_more(tmp_path: Path) -> None:
