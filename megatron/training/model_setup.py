@@ -23,7 +23,7 @@ from megatron.core.param_layout import (
 )
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.core.utils import get_pg_size
+from megatron.core.utils import get_pg_rank, get_pg_size
 
 from .arguments import (
     core_transformer_config_from_args,
@@ -187,6 +187,9 @@ def setup_model_and_optimizer(
     """Builds model chunks, optimizer and schedule."""
     groups = ProcessGroupCollection.use_mpu_process_groups()
     model = get_model(args, model_provider, pg_collection=groups)
+    # The seed has made the model; from here on random numbers are dropout's, and ranks that read
+    # batches of their own draw their own.
+    torch.manual_seed(args.seed + 1 + get_pg_rank(groups.dp_cp_gtp_remat))
     optimizer = get_megatron_optimizer(
         get_megatron_optimizer_config(args), model, pg_collection=groups
     )

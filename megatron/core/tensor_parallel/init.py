@@ -55,6 +55,6 @@ def initialize_parameters(module: torch.nn.Module, seed: int) -> None:
         rule = getattr(param, "normal_init", None)
         if rule is None:
             continue
-        full = torch.empty(rule.full_shape, dtype=torch.float32)
+        full = torch.empty(rule.full_shape, dtype=torch.float32, device="cpu")
         full.normal_(0.0, rule.std, generator=_generator(seed, name))
         param.copy_(rule.own_part(full))

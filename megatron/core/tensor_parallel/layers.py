@@ -42,7 +42,16 @@ def param_is_not_tensor_parallel_duplicate(
     param: torch.Tensor, tp_group: dist.ProcessGroup | None = None
 ) -> bool:
     """Whether this rank is the one that counts ``param``: it is cut, or this is rank 0."""
-    return getattr(param, "tensor_model_parallel", False) or group_rank(tp_group) == 0
+    return getattr(param, "tensor_model_parallel", False) or _rank_in(tp_group) == 0
+
+
+def _ranks_of(group: dist.ProcessGroup | None) -> int:
+    """Number of tensor-parallel ranks: without a group a layer is whole."""
+    return 1 if group is None else group_size(group)
+
+
+def _rank_in(group: dist.ProcessGroup | None) -> int:
+    return 0 if group is None else group_rank(group)
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
@@ -65,7 +74,7 @@ def _new_weight(
     computes_in_mxfp8: bool,
 ) -> torch.nn.Parameter:
     shape = list(full_shape)
-    shape[dim] = divide(shape[dim], group_size(group), "a tensor-parallel weight")
+    shape[dim] = divide(shape[dim], _ranks_of(group), "a tensor-parallel weight")
     weight = torch.nn.Parameter(torch.empty(shape, dtype=config.params_dtype))
     set_tensor_model_parallel_attributes(weight, True, dim, stride)
     weight.normal_init = NormalInit(std, full_shape, dim, stride, group)  # type: ignore[attr-defined]
@@ -168,7 +177,7 @@ class RowParallelLinear(torch.nn.Module):
         """``[s, b, input of this rank]`` to ``[s, b, output]``."""
         if not self.input_is_parallel:
             x = scatter_to_tensor_model_parallel_region(x, self.tp_group)
-        if group_size(self.tp_group) == 1:
+        if _ranks_of(self.tp_group) == 1:
             return linear(x, self.weight, self.bias)
         output = linear(x, self.weight, None)
         if self.sequence_parallel:
@@ -202,11 +211,11 @@ class VocabParallelEmbedding(torch.nn.Module):
         self.tp_group = tp_group
         shape = (num_embeddings, embedding_dim)
         self.weight = _new_weight(config, shape, 0, 1, tp_group, std, False)
-        self.first_token = group_rank(tp_group) * self.weight.size(0) if tp_group else 0
+        self.first_token = _rank_in(tp_group) * self.weight.size(0)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         """``[b, s]`` tokens to ``[b, s, features]``."""
-        if group_size(self.tp_group) == 1:
+        if _ranks_of(self.tp_group) == 1:
             return F.embedding(tokens, self.weight)
         local = tokens - self.first_token
         elsewhere = (local < 0) | (local >= self.weight.size(0))

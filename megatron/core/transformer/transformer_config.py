@@ -24,6 +24,7 @@ _NotAvailable: Any = options_not_available(
             "recompute_granularity": None,
             "recompute_method": None,
             "recompute_num_layers": None,
+            "recompute_modules": None,
         },
         "multi-token prediction": {"mtp_num_layers": None},
         "FP4": {"fp4": None, "fp4_param": False},
@@ -35,7 +36,7 @@ _NotAvailable: Any = options_not_available(
 
 @dataclass
 class TransformerConfig(_NotAvailable, ModelParallelConfig):
-    """Options of a transformer. Only the first three have no default.
+    """Options of a transformer. Only the number of layers and of heads have no default.
 
     Attributes:
         num_layers: Layers.
@@ -58,6 +59,8 @@ class TransformerConfig(_NotAvailable, ModelParallelConfig):
         fp8: ``None``, or ``e4m3`` for linear layers that compute in 8 bits.
         fp8_recipe: ``mxfp8``.
         fp8_param: Their weights are stored quantised.
+        transformer_impl: Accepted, as are the ``*_fusion`` options and ``persist_layer_norm``: they
+            say how Megatron computes what is computed one way here.
 
     Raises:
         ValueError: If an option is out of range, contradicts another or is not available.
@@ -85,11 +88,17 @@ class TransformerConfig(_NotAvailable, ModelParallelConfig):
     num_moe_experts: int | None = None
     moe_router_topk: int = 2
     moe_ffn_hidden_size: int | None = None
+    transformer_impl: str = "local"
+    bias_activation_fusion: bool = False
+    bias_dropout_fusion: bool = False
+    masked_softmax_fusion: bool = False
+    apply_rope_fusion: bool = False
+    persist_layer_norm: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
         refuse_not_available(self)
-        for name in ("num_layers", "hidden_size", "num_attention_heads"):
+        for name in ("num_layers", "num_attention_heads"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
         heads = self.num_attention_heads

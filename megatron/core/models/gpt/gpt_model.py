@@ -22,7 +22,7 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.rotary import RotaryEmbedding
 from megatron.core.transformer.transformer_block import TransformerBlock
 
-POSITION_EMBEDDING_TYPES = ("learned_absolute", "rope")
+POSITION_EMBEDDING_TYPES = ("learned_absolute", "rope", "none")
 
 
 def pad_vocab_size(vocab_size: int, divisible_by: int, tensor_parallel_size: int) -> int:
@@ -77,7 +77,7 @@ class GPTModel(MegatronModule):
         vocab_size: Tokens; a multiple of the tensor-parallel size.
         max_sequence_length: Positions, if they are learned.
         share_embeddings_and_output_weights: One matrix for both.
-        position_embedding_type: ``learned_absolute`` or ``rope``.
+        position_embedding_type: ``learned_absolute``, ``rope`` or ``none``.
         rotary_percent: Share of a head's features that is rotated.
         rotary_base: Base of the wavelengths.
         pg_collection: Gives ``tp``; that of :mod:`megatron.core.parallel_state` if ``None``.
