@@ -89,7 +89,7 @@ COEFFICIENT_SETS: dict[str, CoefficientSet] = {
             (2.7573, -3.2939, 1.4254),
             (2.7215, -3.0494, 1.3169),
         ),
-        "all",
+        "last",
     ),
     # DeepSeek-V4's schedule: eight fast steps and two that settle at one.
     "deepseekv4": CoefficientSet((*[_SIMPLE] * 8, (2.0, -1.5, 0.5), (2.0, -1.5, 0.5)), "all"),

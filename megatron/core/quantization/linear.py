@@ -30,15 +30,16 @@ def mxfp8_linear(
 
     Args:
         input: ``[..., K]``, BF16; the product of the other sizes (tokens) a multiple of 32.
-        weight: ``[N, K]``: an :class:`MXFP8Tensor`, or a BF16 parameter, which is quantised once and
-            then remembered until :func:`forget_quantized_weight`.
+        weight: ``[N, K]``: an :class:`MXFP8Tensor`, or a BF16 parameter, which is quantised once (in
+            1-D blocks) and then remembered until :func:`forget_quantized_weight`.
         bias: ``[N]``.
 
     Returns:
         ``[..., N]``, BF16. The gradients of input and weight come in BF16.
 
     Raises:
-        ValueError: If a size is no multiple of 32 or the input's width is not the weight's.
+        ValueError: If a size is no multiple of 32, the input's width is not the weight's, or a stored
+            weight lacks one of its two copies.
     """
     if input.size(-1) != weight.size(-1):
         raise ValueError(
@@ -53,6 +54,12 @@ def mxfp8_linear(
             "sequence length"
         )
     quantized = weight if isinstance(weight, MXFP8Tensor) else _quantized(weight)
+    storage = quantized.storage_bytes
+    if storage.rowwise_data is None or storage.columnwise_data is None:
+        raise ValueError(
+            "a weight needs its rowwise copy for the forward product and its columnwise copy for "
+            "dgrad; quantise it with both"
+        )
     output = _MXFP8Linear.apply(input.reshape(tokens, input.size(-1)), weight, quantized)
     if bias is not None:
         output = output + bias

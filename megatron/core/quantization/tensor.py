@@ -88,6 +88,8 @@ class MXFP8Tensor(torch.Tensor):
             raise ValueError(
                 f"cannot quantise a source of shape {tuple(source.shape)} into {tuple(self.shape)}"
             )
+        if source.dtype not in (torch.bfloat16, torch.float16, torch.float32):
+            raise ValueError(f"MXFP8 quantises BF16, FP16 and FP32 values, got {source.dtype}")
         quantize_many([source.detach()], [self._storage])
         return self
 
@@ -127,6 +129,18 @@ class MXFP8Tensor(torch.Tensor):
         self._high_precision_init_val = None
 
     # As a tensor
+
+    @property
+    def data(self) -> MXFP8Tensor:
+        """The same bytes without history; assigning gives it other bytes or values."""
+        return self.detach()  # type: ignore[return-value]
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:
+        if isinstance(value, MXFP8Tensor) and value.shape == self.shape:
+            self._storage = value._storage
+        else:
+            self.quantize_(value)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
         directions = [

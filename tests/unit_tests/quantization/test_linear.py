@@ -122,5 +122,9 @@ def test_gradients_that_nobody_needs_are_not_computed(frozen):
 def test_tokens_that_do_not_divide_are_refused():
     with pytest.raises(ValueError, match="micro batch size"):
         mxfp8_linear(torch.zeros(31, 64).bfloat16(), torch.zeros(32, 64).bfloat16())
+    for kept in ({"rowwise": False}, {"columnwise": False}):
+        half = MXFP8Quantizer(**kept).quantize(torch.zeros(32, 64).bfloat16())
+        with pytest.raises(ValueError, match="quantise it with both"):
+            mxfp8_linear(torch.zeros(32, 64).bfloat16(), half)
     with pytest.raises(ValueError, match="does not fit"):
         mxfp8_linear(torch.zeros(32, 32).bfloat16(), torch.zeros(32, 64).bfloat16())

@@ -82,6 +82,16 @@ def test_it_is_a_parameter_with_the_attributes_of_the_one_it_replaces():
     assert param.get_high_precision_init_val() is None
 
 
+def test_assigning_data_gives_it_other_bytes_or_values():
+    param, other = parameter(0), parameter(1)
+    param.data = other.data
+    assert param.has_same_bytes(other)
+    param.data = values(seed=2)
+    assert param.has_same_bytes(MXFP8Quantizer().quantize(values(seed=2)))
+    with pytest.raises(ValueError, match="float64"):
+        param.data = values().double()
+
+
 def test_copy_means_quantise_or_copy_bytes():
     tensor, other = parameter(0), parameter(1)
     with torch.no_grad():
