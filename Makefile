@@ -27,7 +27,9 @@ export OMP_NUM_THREADS ?= 1
 train: $(READY)
 	$(BIN)/torchrun --standalone --nproc-per-node $(RANKS) pretrain_gpt.py \
 	  --bf16 --optimizer muon --use-distributed-optimizer \
-	  --overlap-grad-reduce --overlap-param-gather \
+	  --fp8-format e4m3 --fp8-recipe mxfp8 --fp8-param-gather \
+	  --reuse-grad-buf-for-mxfp8-param-ag \
+	  --overlap-grad-reduce --overlap-param-gather --check-param-sync-interval 20 \
 	  --num-layers 4 --hidden-size 256 --num-attention-heads 4 \
 	  --seq-length 256 --max-position-embeddings 256 \
 	  --micro-batch-size 4 --global-batch-size 16 --train-iters 60 \
