@@ -30,8 +30,8 @@ train: $(READY)
 	  --fp8-format e4m3 --fp8-recipe mxfp8 --fp8-param-gather \
 	  --reuse-grad-buf-for-mxfp8-param-ag \
 	  --overlap-grad-reduce --overlap-param-gather --check-param-sync-interval 20 \
-	  --num-layers 4 --hidden-size 256 --num-attention-heads 4 \
-	  --seq-length 256 --max-position-embeddings 256 \
+	  --num-layers 3 --hidden-size 256 --num-attention-heads 4 \
+	  --seq-length 128 --max-position-embeddings 128 \
 	  --micro-batch-size 4 --global-batch-size 16 --train-iters 60 \
 	  --lr 2e-3 --min-lr 2e-4 --lr-decay-style cosine --lr-warmup-iters 5 \
 	  --log-interval 5 --eval-interval 30 --eval-iters 4 $(TRAIN_FLAGS)

@@ -82,10 +82,9 @@ class Fp32Muon(torch.optim.Optimizer):
         return x.T if tall else x
 
 
-def plain_losses(extra: list[str], bf16_iteration: bool) -> list[float]:
+def plain_losses(flags: list[str], bf16_iteration: bool) -> list[float]:
     """Trains in this process with plain PyTorch; returns the loss of every step."""
-    os.environ.pop("WORLD_SIZE", None)
-    args = parse_and_validate_args(argv=[*FLAGS, *extra])
+    args = parse_and_validate_args(argv=flags)
     initialize_megatron(args)
     data = pretrain_gpt.data_iterators_provider(args)
     model = pretrain_gpt.model_provider(
@@ -139,12 +138,12 @@ def _loop(
         yield average_losses(samples, None)["lm loss"]
 
 
-def job_losses(ranks: int, extra: list[str]) -> list[float]:
+def job_losses(ranks: int, flags: list[str]) -> list[float]:
     """Trains with ``pretrain_gpt.py`` under torchrun; returns the loss of every step."""
     with tempfile.TemporaryDirectory() as folder:
         metrics = os.path.join(folder, "metrics.jsonl")
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-        command += ["--nproc-per-node", str(ranks), "pretrain_gpt.py", *FLAGS, *extra]
+        command += ["--nproc-per-node", str(ranks), "pretrain_gpt.py", *flags]
         environment = os.environ | {"OMP_NUM_THREADS": "1"}
         done = subprocess.run(
             [*command, "--metrics-jsonl", metrics],
@@ -155,7 +154,12 @@ def job_losses(ranks: int, extra: list[str]) -> list[float]:
         )
         if done.returncode != 0:
             raise SystemExit(f"{' '.join(command)} failed:\n{done.stderr}")
-        lines = [json.loads(line) for line in Path(metrics).read_text().splitlines()]
+        return losses_in(metrics)
+
+
+def losses_in(metrics: str) -> list[float]:
+    """Returns the losses in a metrics file."""
+    lines = [json.loads(line) for line in Path(metrics).read_text(encoding="utf-8").splitlines()]
     return [line["lm_loss"] for line in lines if "lm_loss" in line]
 
 
@@ -167,8 +171,8 @@ def difference(losses: list[float], reference: list[float]) -> float:
 def main() -> int:
     """Prints the table; returns the exit code."""
     torch.set_num_threads(1)
-    fp32 = ["--muon-fp32-matmul-prec", "highest"]
-    bf16 = ["--muon-fp32-matmul-prec", "medium"]
+    fp32 = [*FLAGS, "--muon-fp32-matmul-prec", "highest"]
+    bf16 = [*FLAGS, "--muon-fp32-matmul-prec", "medium"]
     plain = plain_losses(fp32, bf16_iteration=False)
     columns = {f"DP {ranks}": job_losses(ranks, fp32) for ranks in (1, 2, 4)}
     rows = [0, 1, 2, 4, 9, 19, 29, 39, 49]

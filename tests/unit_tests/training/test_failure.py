@@ -39,7 +39,7 @@ def run_job(
     return done.returncode, done.stderr, time.monotonic() - started
 
 
-JOB = command_line("--mock-data", "--train-iters", "50", "--vocab-size", "64")
+JOB = command_line("--mock-data", "--train-iters", "50", "--global-batch-size", "12")
 
 
 def test_a_rank_that_raises_ends_the_job_with_its_error_alone() -> None:
