@@ -80,6 +80,8 @@ def make_cache_folder(folder: str) -> str:
     try:
         os.makedirs(folder, exist_ok=True)
         reason = "" if os.access(folder, os.W_OK | os.X_OK) else "it is not writable"
+    except FileExistsError:
+        reason = "it is not a folder"
     except OSError as error:
         reason = error.strerror or str(error)
     if reason:

@@ -1,53 +1,25 @@
-"""GPT samples, their splits, their cache and what is refused before training."""
+"""GPT samples, their splits, and what is refused before training."""
 
 from __future__ import annotations
 
-import os
-import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 
-from megatron.core.datasets import default_text, gpt_dataset
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.datasets.blended_megatron_dataset_config import (
     convert_split_vector_to_split_matrix,
     parse_and_normalize_split,
 )
-from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
+from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 from megatron.core.datasets.utils import Split
-from megatron.core.tokenizers import ByteTokenizer, NullTokenizer
-from megatron.training.datasets.gpt_datasets import build_train_valid_test_datasets
-from tests.ranks import run_ranks
+from megatron.core.tokenizers import NullTokenizer
 
-from .token_files import numbered_documents, write_documents
-
-LENGTH = 8
-
-
-def build(
-    folder: Path | str,
-    prefix: str,
-    sizes: Sequence[int | None] = (10, 0, 0),
-    split: str = "1,0,0",
-    vocab_size: int = 10_000,
-    seed: int = 1,
-) -> list[Any]:
-    return build_train_valid_test_datasets(
-        NullTokenizer(vocab_size),
-        sizes,
-        seed=seed,
-        seq_length=LENGTH,
-        data_path=[prefix],
-        split=split,
-        data_cache_path=os.path.join(folder, "cache"),
-    )
+from .token_files import LENGTH, build, numbered_documents, write_documents
 
 
 def test_an_item_is_tokens_and_the_tokens_that_follow(tmp_path: Path) -> None:
@@ -194,210 +166,6 @@ def test_tokens_are_read_through_once(tmp_path: Path, monkeypatch: pytest.Monkey
     write_documents(tmp_path / "data", numbered_documents([50], first=9_990))
     with pytest.raises(ValueError, match="token 10000"):
         build(tmp_path, prefix)
-
-
-# --- Cache
-
-
-def count_builds(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    builds: list[int] = []
-    build_indices = gpt_dataset.build_sample_indices
-
-    def counted(*arguments: Any) -> Any:
-        builds.append(1)
-        return build_indices(*arguments)
-
-    monkeypatch.setattr(gpt_dataset, "build_sample_indices", counted)
-    return builds
-
-
-def test_an_index_is_built_once_for_all_it_depends_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    builds = count_builds(monkeypatch)
-    prefix = write_documents(tmp_path / "data", numbered_documents([30, 31, 32]))
-    first = build(tmp_path, prefix)[0]
-    second = build(tmp_path, prefix)[0]
-    assert len(builds) == 1
-    assert [first.text(i).tolist() for i in range(10)] == [
-        second.text(i).tolist() for i in range(10)
-    ]
-    build(tmp_path, prefix, seed=2)
-    build(tmp_path, prefix, sizes=(11, 0, 0))
-    build(tmp_path, prefix, sizes=(10, 5, 0), split="2,1")
-    assert len(builds) == 5
-    # Other documents under the same name.
-    write_documents(tmp_path / "data", numbered_documents([30, 32, 31]))
-    build(tmp_path, prefix)
-    assert len(builds) == 6
-
-
-def test_a_damaged_cache_is_built_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    prefix = write_documents(tmp_path / "data", numbered_documents([30, 31, 32]))
-    expected = [build(tmp_path, prefix)[0].text(i).tolist() for i in range(10)]
-    files = sorted((tmp_path / "cache").glob("*-GPTDataset-train-*.npy"))
-    assert len(files) == 3
-    for file in files:
-        content = file.read_bytes()
-        for damaged in (b"", content[:40], content[:-1], b"x" * len(content), None):
-            file.unlink()
-            if damaged is not None:
-                file.write_bytes(damaged)
-            builds = count_builds(monkeypatch)
-            again = build(tmp_path, prefix)[0]
-            monkeypatch.undo()
-            assert len(builds) == 1
-            assert [again.text(i).tolist() for i in range(10)] == expected
-            assert file.read_bytes() == content
-
-
-def test_an_interrupted_write_leaves_no_index(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    prefix = write_documents(tmp_path / "data", numbered_documents([30, 31, 32]))
-
-    def interrupted(file: Any, array: Any, **_: Any) -> None:
-        file.write(b"\x93NUMPY half")
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(np, "save", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        build(tmp_path, prefix, vocab_size=2**31)
-    monkeypatch.undo()
-    assert [path.suffix for path in (tmp_path / "cache").iterdir()] == [".lock"]
-    assert len(build(tmp_path, prefix)[0]) >= 10
-
-
-def test_a_cache_folder_that_cannot_be_is_named(tmp_path: Path) -> None:
-    prefix = write_documents(tmp_path / "data", numbered_documents([30]))
-    (tmp_path / "cache").write_text("a file")
-    with pytest.raises(OSError, match=r"cache folder .*cache: .* --data-cache-path"):
-        build(tmp_path, prefix)
-
-
-def test_without_a_home_indices_are_kept_elsewhere(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "home").write_text("a file, where no folder can be made")
-    monkeypatch.setenv("HOME", str(tmp_path / "home"))
-    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    prefix = write_documents(tmp_path / "data", numbered_documents([30]))
-    (dataset, _, _) = build_train_valid_test_datasets(
-        NullTokenizer(100), (5, 0, 0), seed=1, seq_length=4, data_path=[prefix], split="1"
-    )
-    assert len(dataset) >= 5  # type: ignore[arg-type]
-    assert list(tmp_path.glob("megatron-layerwise-*/*.npy"))
-
-
-# --- Several processes
-
-
-def _texts_on_this_rank(folder: str, prefix: str, locks: bool) -> list[Any]:
-    if not locks:
-        sys.modules["fcntl"] = None  # type: ignore[assignment]
-    try:
-        dist.barrier()
-        (dataset, _, _) = build(folder, prefix, (200, 0, 0))
-        texts = [dataset.text(i).tolist() for i in range(len(dataset))]
-        text = build_train_valid_test_datasets(
-            ByteTokenizer(), (5, 5, 5), seed=1, seq_length=LENGTH, data_cache_path=folder + "/cache"
-        )
-        return [texts, [part.text(0).tolist() for part in text]]  # type: ignore[union-attr]
-    finally:
-        sys.modules.pop("fcntl")
-
-
-@pytest.mark.parametrize("locks", [True, False])
-def test_ranks_may_build_in_one_folder_at_once(tmp_path: Path, locks: bool) -> None:
-    prefix = write_documents(tmp_path / "data", numbered_documents([30, 7, 12, 60]))
-    results = run_ranks(_texts_on_this_rank, 4, str(tmp_path), prefix, locks)
-    assert all(result == results[0] for result in results)
-    left = [path.name for path in (tmp_path / "cache").iterdir() if ".tmp" in path.name]
-    assert left == []
-
-
-# --- Made-up data and the default text
-
-
-def test_mock_data_needs_no_files(tmp_path: Path) -> None:
-    tokenizer = NullTokenizer(64)
-    datasets = build_train_valid_test_datasets(
-        tokenizer,
-        (50, 20, 10),
-        seed=3,
-        seq_length=LENGTH,
-        mock_data=True,
-        data_cache_path=str(tmp_path / "cache"),
-    )
-    for dataset, size in zip(datasets, (50, 20, 10), strict=True):
-        assert isinstance(dataset, MockGPTDataset) and len(dataset) >= size
-        item = dataset[0]
-        assert int(item["tokens"].min()) >= 0 and int(item["tokens"].max()) < 64
-    assert not (tmp_path / "cache").exists()
-    with pytest.raises(ValueError, match="exclude each other"):
-        build_train_valid_test_datasets(
-            tokenizer, (1, 0, 0), seed=1, seq_length=4, mock_data=True, data_path=["a"]
-        )
-
-
-def test_the_default_text_is_english_and_its_splits_differ(tmp_path: Path) -> None:
-    def build_text(split: str = "969,30,1") -> list[Any]:
-        return build_train_valid_test_datasets(
-            ByteTokenizer(),
-            (None, None, None),
-            seed=1,
-            seq_length=64,
-            split=split,
-            data_cache_path=str(tmp_path),
-        )
-
-    train, valid, test = build_text()
-    texts = []
-    for dataset, least in ((train, 250_000), (valid, 10_000), (test, 10_000)):
-        documents = [ByteTokenizer().detokenize(sequence.tolist()) for sequence in dataset.dataset]
-        texts.append("".join(documents))
-        assert len(texts[-1]) > least
-        assert all(sequence[-1] == ByteTokenizer().eod for sequence in dataset.dataset)
-    assert 'The "assert" statement' in texts[0]
-    said = [{" ".join(part.split()) for part in text.split("\n\n")} for text in texts]
-    for one, other in ((0, 1), (0, 2), (1, 2)):
-        assert not {paragraph for paragraph in said[one] & said[other] if len(paragraph) >= 64}
-
-    (folder,) = tmp_path.glob("default-text-*/")
-    written = {path: path.stat().st_mtime_ns for path in folder.iterdir()}
-    assert build_text("1,1,0")[2] is None
-    assert {path: path.stat().st_mtime_ns for path in folder.iterdir()} == written
-    (folder / "valid.bin").unlink()
-    (folder / "valid.bin").write_bytes(b"")
-    assert build_text()[1].text(0).tolist() == valid.text(0).tolist()
-
-
-def test_default_text_that_another_process_has_just_finished_is_kept(tmp_path: Path) -> None:
-    folder = tmp_path / "text"
-    chapters = ["\n\n".join(f"paragraph {i}" for i in range(100))]
-    default_text._build(str(folder), chapters, ByteTokenizer())
-    first = {path.name: path.stat().st_ino for path in folder.iterdir()}
-    default_text._build(str(folder), chapters, ByteTokenizer())
-    assert {path.name: path.stat().st_ino for path in folder.iterdir()} == first
-    assert [path.name for path in tmp_path.iterdir()] == ["text"]
-
-
-def test_the_default_text_needs_a_tokenizer_of_text(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"cannot be tokenized by NullTokenizer.*--data-path"):
-        build_train_valid_test_datasets(
-            NullTokenizer(10), (1, 0, 0), seed=1, seq_length=4, data_cache_path=str(tmp_path)
-        )
-
-
-def test_a_python_without_its_documentation_says_so(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(sys.modules, "pydoc_data.topics", None)
-    with pytest.raises(ImportError, match="give --data-path or --mock-data"):
-        build_train_valid_test_datasets(
-            ByteTokenizer(), (1, 0, 0), seed=1, seq_length=4, data_cache_path=str(tmp_path)
-        )
 
 
 # --- Options

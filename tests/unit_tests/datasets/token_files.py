@@ -1,7 +1,8 @@
-"""Small token files for tests."""
+"""Small token files for tests, and datasets of them."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,8 @@ from megatron.core.datasets.indexed_dataset import (
     get_bin_path,
     get_idx_path,
 )
+from megatron.core.tokenizers import NullTokenizer
+from megatron.training.datasets.gpt_datasets import build_train_valid_test_datasets
 
 
 def write_documents(
@@ -33,3 +36,27 @@ def numbered_documents(lengths: Sequence[int], first: int = 0) -> list[list[int]
         documents.append(list(range(first, first + length)))
         first += length
     return documents
+
+
+LENGTH = 8
+"""Tokens of a sample."""
+
+
+def build(
+    folder: Path | str,
+    prefix: str,
+    sizes: Sequence[int | None] = (10, 0, 0),
+    split: str = "1,0,0",
+    vocab_size: int = 10_000,
+    seed: int = 1,
+) -> list[Any]:
+    """Builds the datasets of one prefix, with a cache folder in ``folder``."""
+    return build_train_valid_test_datasets(
+        NullTokenizer(vocab_size),
+        sizes,
+        seed=seed,
+        seq_length=LENGTH,
+        data_path=[prefix],
+        split=split,
+        data_cache_path=os.path.join(folder, "cache"),
+    )
