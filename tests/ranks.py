@@ -123,7 +123,7 @@ class _Pool:
             if not ready:
                 break
             for connection in ready:
-                rank = pending.pop(connection)  # type: ignore[arg-type]
+                rank = pending.pop(connection)  # type: ignore[arg-type, call-overload]
                 try:
                     succeeded, value = pickle.loads(connection.recv_bytes())  # type: ignore[union-attr]
                 except EOFError:

@@ -52,7 +52,7 @@ def test_reduced_gradients_are_those_of_one_process(variant, ranks):
     for shared in run_ranks(reduced_gradients, ranks, VARIANTS[variant]):
         for name, grad in alone.items():
             scale = grad.abs().max()
-            assert (shared[name] - grad).abs().max() <= 1e-6 * scale, name
+            assert (shared[name] - grad).abs().max() <= 1e-5 * scale, name
 
 
 def test_two_optimizer_instances_reduce_over_all_ranks():
@@ -60,7 +60,7 @@ def test_two_optimizer_instances_reduce_over_all_ranks():
     run = EXACT.but(optimizer="adam", instances=2)
     for shared in run_ranks(reduced_gradients, 4, run):
         for name, grad in alone.items():
-            assert (shared[name] - grad).abs().max() <= 1e-6 * grad.abs().max(), name
+            assert (shared[name] - grad).abs().max() <= 1e-5 * grad.abs().max(), name
 
 
 def start_order(run: Run) -> list[list[int]]:
