@@ -12,10 +12,17 @@ from tests.functional_tests.backport.releases import DEFAULT_FOLDER, CannotFetch
 def release_at() -> Callable[[str], Path]:
     """The unpacked release of a version; skips the test where it cannot be had."""
 
+    found: dict[str, Path | CannotFetch] = {}
+
     def unpacked(version: str) -> Path:
-        try:
-            return original(version, DEFAULT_FOLDER)
-        except CannotFetch as reason:
-            pytest.skip(str(reason))
+        if version not in found:
+            try:
+                found[version] = original(version, DEFAULT_FOLDER)
+            except CannotFetch as reason:
+                found[version] = reason
+        tree = found[version]
+        if isinstance(tree, CannotFetch):
+            pytest.skip(str(tree))
+        return tree
 
     return unpacked

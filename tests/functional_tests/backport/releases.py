@@ -42,7 +42,7 @@ def original(version: str, folder: Path) -> Path:
     pattern = f"megatron_core-{version}-*.whl"
     if not list(folder.glob(pattern)):
         folder.mkdir(parents=True, exist_ok=True)
-        command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps"]
+        command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--retries=1"]
         command += ["--only-binary=:all:", *_WHEEL_TAGS, "--dest", str(folder)]
         command += [f"megatron-core=={version}"]
         try:

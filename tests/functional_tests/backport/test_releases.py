@@ -164,29 +164,36 @@ def test_code_changed_by_hand_is_refused(
         survey.with_edits([finding.edit for finding in unknown])
 
 
-@pytest.mark.parametrize(
-    ("path", "old", "new"),
-    [
-        (BUFFER, "copy_(main_param.reshape(-1))", "copy_(main_param.view(-1))"),
-        (BUFFER, "        self._stage_layerwise_mxfp8_params()\n", ""),
-        (LAYER_WISE, "if self.layerwise_param_sync_via_bucket_group:", "if True:"),
-    ],
-)
-def test_edits_changed_by_hand_are_refused_untouched(
-    path: str,
-    old: str,
-    new: str,
-    copy_of: Callable[[str], Path],
-    capsys: pytest.CaptureFixture[str],
+DAMAGE_OF_EDITS = [
+    (BUFFER, "copy_(main_param.reshape(-1))", "copy_(main_param.view(-1))"),
+    (BUFFER, "        self._stage_layerwise_mxfp8_params()\n", ""),
+    (LAYER_WISE, "if self.layerwise_param_sync_via_bucket_group:", "if True:"),
+    (OPTIMIZER, "from ..fp8_utils import is_mxfp8tensor\n", ""),
+]
+
+
+@pytest.mark.parametrize(("path", "old", "new"), DAMAGE_OF_EDITS)
+def test_edits_changed_by_hand_are_unknown(
+    path: str, old: str, new: str, release_at: Callable[[str], Path]
+) -> None:
+    texts = Survey.of(find_core(release_at("0.19.2"))).with_edits(EDITS)
+    assert old in texts[path]
+    texts[path] = texts[path].replace(old, new, 1)
+    assert State.UNKNOWN in [finding.state for finding in Survey(texts).findings]
+
+
+def test_a_file_damaged_by_hand_stays_untouched(
+    copy_of: Callable[[str], Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = copy_of("0.19.2")
-    core = find_core(folder)
-    for name, text in Survey.of(core).with_edits(EDITS).items():
-        assert name != path or old in text
-        text = text.replace(old, new, 1) if name == path else text
-        (core / name).write_bytes(text.encode())
+    file = find_core(folder) / BUFFER
+    file.write_bytes(file.read_bytes().replace(b"self.param_gather_handle = cm", b"pass", 1))
     damaged = contents(folder)
+    header = "    def start_param_sync(self, force_sync: bool = False):"
+    line = file.read_text().splitlines().index(header) + 1
     for command in ("apply", "revert"):
         assert main([command, str(folder)]) == REFUSED
-        assert "not the code that this tool knows" in capsys.readouterr().err
+        told = capsys.readouterr().err
+        assert "not the code that this tool knows" in told
+        assert f"{BUFFER}:{line}: the code of _ParamAndGradBucketGroup.start_param_sync" in told
     assert contents(folder) == damaged
