@@ -30,7 +30,7 @@ train: $(READY)
 	  --fp8-format e4m3 --fp8-recipe mxfp8 --fp8-param-gather \
 	  --reuse-grad-buf-for-mxfp8-param-ag \
 	  --overlap-grad-reduce --overlap-param-gather --check-param-sync-interval 20 \
-	  --num-layers 3 --hidden-size 256 --num-attention-heads 4 \
+	  --num-layers 2 --hidden-size 192 --num-attention-heads 6 \
 	  --seq-length 128 --max-position-embeddings 128 \
 	  --micro-batch-size 4 --global-batch-size 16 --train-iters 60 \
 	  --lr 2e-3 --min-lr 2e-4 --lr-decay-style cosine --lr-warmup-iters 5 \

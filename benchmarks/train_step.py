@@ -54,7 +54,8 @@ class PlainLoop:
     def __init__(self, args: argparse.Namespace, model: torch.nn.Module) -> None:
         self.args = args
         self.model = model
-        matrices, others = [], []
+        matrices: list[torch.nn.Parameter] = []
+        others: list[torch.nn.Parameter] = []
         for name, param in model.named_parameters():
             inside = param.dim() == 2 and "embedding" not in name and "output_layer" not in name
             (matrices if inside and args.optimizer == "muon" else others).append(param)

@@ -46,7 +46,7 @@ def build_model() -> torch.nn.Module:
     )
     # What Muon must leave alone; all other matrices are its own.
     for layer in (model.get_input_embeddings(), model.get_output_embeddings()):
-        layer.weight.is_embedding_or_output_parameter = True
+        layer.weight.is_embedding_or_output_parameter = True  # type: ignore[union-attr]
     return model
 
 

@@ -43,7 +43,7 @@ class Classifier(nn.Module):
         )
         self.classifier = nn.Linear(WIDTH, CLASSES)
         # Muon is for the matrices inside; what touches the outside is AdamW's.
-        self.classifier.weight.is_embedding_or_output_parameter = True  # type: ignore[assignment]
+        self.classifier.weight.is_embedding_or_output_parameter = True  # type: ignore[attr-defined]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.classifier(x + self.hidden(self.norm(x)))

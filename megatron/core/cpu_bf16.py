@@ -61,5 +61,5 @@ def scaled_dot_product_attention(
     """``torch.nn.functional.scaled_dot_product_attention``, whichever way is better on this device."""
     if not is_emulated(query):
         return F.scaled_dot_product_attention(query, key, value, **options)
-    floats = (tensor.float() for tensor in (query, key, value))
-    return F.scaled_dot_product_attention(*floats, **options).bfloat16()
+    query, key, value = query.float(), key.float(), value.float()
+    return F.scaled_dot_product_attention(query, key, value, **options).bfloat16()

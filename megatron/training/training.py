@@ -108,8 +108,12 @@ def _describe(
         optimizer += f", layer-wise ({args.layer_wise_param_layout} layout)"
     elif args.use_distributed_optimizer:
         optimizer += ", distributed"
+    dtype = str(args.params_dtype).removeprefix("torch.")
+    if args.fp8_format is not None:
+        dtype += ", linear layers in MXFP8"
+        dtype += " and their weights too" if args.fp8_param_gather else ""
     reporter.print(
-        f"{numel:,} parameters in {str(args.params_dtype).removeprefix('torch.')} | "
+        f"{numel:,} parameters in {dtype} | "
         f"{args.world_size} rank(s) on {args.device.type} with {args.distributed_backend} | "
         f"optimizer: {optimizer} | global batch {args.global_batch_size} = "
         f"{args.micro_batch_size} x {args.data_parallel_size} x {args.num_microbatches}"
@@ -163,7 +167,7 @@ def train(
             hooked = True
         interval = args.check_param_sync_interval
         if interval is not None and iteration % interval == 0:
-            _audit(model, optimizer, iteration)
+            _audit(model, optimizer, iteration, reporter)
         reporter.iteration(iteration, result, learning_rate, loss_scale, elapsed_ms, leaving)
         if hooked and (due or leaving):
             disable_forward_pre_hook(model, param_sync=True)
@@ -174,11 +178,16 @@ def train(
             break
 
 
-def _audit(model: Sequence[Any], optimizer: MegatronOptimizer, iteration: int) -> None:
+def _audit(
+    model: Sequence[Any], optimizer: MegatronOptimizer, iteration: int, reporter: Reporter
+) -> None:
+    started = time.perf_counter()
     try:
         audit_param_sync(model, optimizer)
     except ParamSyncError as error:
         raise PlainError(f"audit after iteration {iteration}: {error}") from error
+    reporter.print(f" audit at iteration {iteration} | every rank holds what the owners computed |")
+    reporter.interval.started += time.perf_counter() - started
 
 
 def _learning_rate(optimizer: MegatronOptimizer) -> float:

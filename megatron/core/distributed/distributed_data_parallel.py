@@ -327,7 +327,7 @@ class DistributedDataParallel(torch.nn.Module):
                         broadcast(piece, group)
         forget_quantized_weights(self.params_with_grad)
 
-    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
         """The module's state, without this wrapper's prefix."""
         return self.module.state_dict(*args, **kwargs)
 

@@ -30,7 +30,7 @@ def local_square_sum(
     if not grads:
         return torch.zeros((), dtype=torch.float64, device=device)
     if in_fp64 or grads[0].is_cuda:
-        norms = torch.stack(torch._foreach_norm(grads, 2, dtype=torch.float64))
+        norms = torch.stack(torch._foreach_norm(list(grads), 2, dtype=torch.float64))
         return norms.square().sum()
     total = torch.zeros((), dtype=torch.float64)
     for grad in grads:

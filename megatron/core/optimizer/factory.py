@@ -97,6 +97,7 @@ def get_megatron_optimizer(
         )
     for (optimizer_name, expert), groups in by_owner.items():
         base = make_torch_optimizer(optimizer_name, groups, config, model_chunks, pgs)
+        leaf: MainParamOptimizer
         if is_sharded:
             leaf = _make_distributed(base, config, scaler, model_chunks, pgs, expert)
         else:

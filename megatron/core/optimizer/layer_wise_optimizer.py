@@ -118,7 +118,7 @@ class LayerWiseDistributedOptimizer(ChainedOptimizer):
         in_order = [p for c in self.model_chunks for p in c.params_with_grad if p in wanted]
         dense = [p for p in in_order if getattr(p, "allreduce", True)]
         expert = [p for p in in_order if not getattr(p, "allreduce", True)]
-        owners = {}
+        owners: dict[torch.nn.Parameter, int] = {}
         for params, group in ((dense, self.dp_cp), (expert, self.expt_dp)):
             dealt = owners_by_ping_pong(params, group_size(group))
             lines = [

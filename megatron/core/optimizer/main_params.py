@@ -68,7 +68,7 @@ def seed_value(param: torch.nn.Parameter) -> torch.Tensor:
     if initial is not None:
         return initial.detach().to(param.device, torch.float32)
     if is_float8tensor(param):
-        return param.dequantize(dtype=torch.float32)  # type: ignore[attr-defined]
+        return param.dequantize(dtype=torch.float32)  # type: ignore[call-arg]
     return param.detach().float()
 
 

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from megatron.core.collectives import all_reduce, group_size
+from megatron.core.optimizer.main_params import MainParam
 from megatron.core.optimizer.optimizer import MainParamOptimizer, MegatronOptimizer
 
 
@@ -27,7 +28,7 @@ def iter_param_masters(
     iterates to the end.
     """
     owners: dict[torch.nn.Parameter, MainParamOptimizer] = {}
-    records = {}
+    records: dict[torch.nn.Parameter, MainParam] = {}
     for leaf in optimizer.leaves():
         owners |= dict.fromkeys(leaf.managed_params, leaf)
         records |= {record.model_param: record for record in leaf.main_params}

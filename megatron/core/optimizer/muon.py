@@ -129,10 +129,10 @@ class TensorParallelMuon(torch.optim.Optimizer):
         return loss
 
     def _step_group(self, group: dict[str, Any], params: list[torch.Tensor]) -> None:
-        grads = [param.grad for param in params]
+        grads = [param.grad for param in params if param.grad is not None]
         lr, decay, momentum = group["lr"], group["weight_decay"], group["momentum"]
         if decay and not self.use_decoupled_weight_decay:
-            grads = torch._foreach_add(grads, params, alpha=decay)
+            grads = list(torch._foreach_add(grads, params, alpha=decay))
         buffers = [self._momentum_buffer(param) for param in params]
         torch._foreach_lerp_(buffers, grads, 1 - momentum)
         updates = torch._foreach_lerp(grads, buffers, momentum) if group["nesterov"] else buffers

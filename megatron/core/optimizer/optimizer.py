@@ -264,7 +264,8 @@ class MainParamOptimizer(MegatronOptimizer):
 
     def copy_main_params_to_model_params(self) -> None:
         """Casts masters into the parameters that the model reads, unless their bucket stages them."""
-        plain, quantized = [], []
+        plain: list[MainParam] = []
+        quantized: list[MainParam] = []
         for record in self.main_params:
             if record.is_master:
                 (quantized if is_float8tensor(record.model_param) else plain).append(record)
@@ -285,7 +286,7 @@ class MainParamOptimizer(MegatronOptimizer):
             if record.is_master:
                 model = record.model_param
                 if is_float8tensor(model):
-                    value = model.dequantize(dtype=torch.float32)  # type: ignore[attr-defined]
+                    value = model.dequantize(dtype=torch.float32)  # type: ignore[call-arg]
                     record.main_param.copy_(
                         value.view(-1)[record.start : record.end].view_as(record.main_param)
                     )

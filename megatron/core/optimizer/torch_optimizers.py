@@ -35,7 +35,7 @@ def _make_adam(groups: list[dict[str, Any]], config: OptimizerConfig) -> torch.o
     on_cuda = all(param.is_cuda for group in groups for param in group["params"])
     fused = _fused_adam() if on_cuda else None
     if fused is not None:
-        return fused(groups, adam_w_mode=config.decoupled_weight_decay, **options)
+        return fused(groups, adam_w_mode=config.decoupled_weight_decay, **options)  # type: ignore[call-arg]
     rule = torch.optim.AdamW if config.decoupled_weight_decay else torch.optim.Adam
     # One kernel for all parameters, as on CPU. Element by element it is the unfused rule.
     return rule(groups, fused=True, **options)

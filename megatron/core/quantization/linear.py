@@ -102,7 +102,7 @@ class _MXFP8Linear(torch.autograd.Function):
             grad_input = (_rowwise(grad_output) @ weight).to(torch.bfloat16)
         if ctx.needs_input_grad[1]:
             dtype = _compute_dtype(grad_output)
-            input = reference.dequantize_columnwise(*by_tokens, dtype)  # type: ignore[misc]
+            input = reference.dequantize_columnwise(*by_tokens, dtype)  # type: ignore[misc, call-arg]
             grad_weight = (_columnwise(grad_output).T @ input).to(torch.bfloat16)
         return grad_input, grad_weight, None
 

@@ -176,6 +176,12 @@ def check_data(args: argparse.Namespace) -> None:
         f"--split {args.split!r} is not one to three shares, such as 969,30,1",
     )
     require(shares[0] > 0, f"--split {args.split!r} leaves nothing to train on")
+    evaluates = args.eval_interval is not None and args.eval_iters > 0
+    require(
+        not evaluates or sum(shares[1:]) > 0,
+        f"--eval-interval {args.eval_interval} finds nothing to evaluate on in --split "
+        f"{args.split!r}",
+    )
 
 
 def check_output(args: argparse.Namespace) -> None:

@@ -130,6 +130,7 @@ REFUSALS: list[tuple[tuple[str, ...], int, tuple[str, ...]]] = [
     (("--tokenizer-model", "t.json"), 1, ("--tokenizer-model t.json", "--tokenizer-type")),
     (("--split", "a,b"), 1, ("--split", "'a,b'")),
     (("--split", "0,1,1"), 1, ("--split", "nothing to train on")),
+    (("--split", "1,0,0", "--eval-interval", "2"), 1, ("--eval-interval 2", "'1,0,0'")),
     (("--metrics-jsonl", "/no/such/folder/m.jsonl"), 1, ("--metrics-jsonl", "/no/such/folder")),
     (("--distributed-backend", "mpi"), 1, ("--distributed-backend", "mpi", "gloo")),
 ]

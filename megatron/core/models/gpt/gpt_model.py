@@ -43,15 +43,15 @@ class LanguageModelEmbedding(MegatronModule):
         self.word_embeddings = VocabParallelEmbedding(
             vocab_size, config.hidden_size, config=config, std=std, tp_group=tp_group
         )
-        self.word_embeddings.weight.is_embedding_or_output_parameter = True  # type: ignore[assignment]
+        self.word_embeddings.weight.is_embedding_or_output_parameter = True  # type: ignore[attr-defined]
         self.position_embeddings: torch.nn.Embedding | None = None
         if learned:
             shape = (max_sequence_length, config.hidden_size)
             table = torch.nn.Embedding(
                 *shape, _weight=torch.empty(shape, dtype=config.params_dtype)
             )
-            table.weight.normal_init = NormalInit(std, shape)  # type: ignore[assignment]
-            table.weight.is_embedding_or_output_parameter = True  # type: ignore[assignment]
+            table.weight.normal_init = NormalInit(std, shape)  # type: ignore[attr-defined]
+            table.weight.is_embedding_or_output_parameter = True  # type: ignore[attr-defined]
             self.position_embeddings = table
 
     def forward(self, input_ids: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
@@ -130,7 +130,7 @@ class GPTModel(MegatronModule):
             shared = self.embedding.word_embeddings.weight
             shared.shared_embedding = True  # type: ignore[attr-defined]
             self.output_layer.weight = shared
-        self.output_layer.weight.is_embedding_or_output_parameter = True  # type: ignore[assignment]
+        self.output_layer.weight.is_embedding_or_output_parameter = True  # type: ignore[attr-defined]
         if config.perform_initialization:
             initialize_parameters(self, torch.initial_seed())
         if config.fp8_param:
