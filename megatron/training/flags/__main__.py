@@ -3,19 +3,29 @@
 from __future__ import annotations
 
 from . import GROUPS, Flag
-from .refused import NOT_YET
+from .refused import NOT_YET, NotYet
 
 
 def flags_table() -> str:
     """Returns every flag, its default and what it does, as Markdown."""
-    planned = {entry.name for entry in NOT_YET}
+    planned = {entry.name: entry for entry in NOT_YET}
     lines = ["| flag | default | what it does, and what it needs |", "| --- | --- | --- |"]
     for title, flags in GROUPS.items():
         lines.append(f"| **{title}** | | |")
         for flag in flags:
-            note = " *(not available yet)*" if flag.name in planned else ""
+            note = _what_is_planned(flag, planned.get(flag.name))
             lines.append(f"| `{_spelling(flag)}` | {_default(flag)} | {flag.help}{note} |")
     return "\n".join(lines)
+
+
+def _what_is_planned(flag: Flag, entry: NotYet | None) -> str:
+    if entry is None:
+        return ""
+    missing = [choice for choice in flag.choices or () if choice not in entry.allowed]
+    if missing and len(missing) < len(flag.choices or ()):
+        return f" *({', '.join(missing)}: not available yet)*"
+    numbers = [str(value) for value in entry.allowed if value is not None]
+    return f" *(above {numbers[0]}: not available yet)*" if numbers else " *(not available yet)*"
 
 
 def _spelling(flag: Flag) -> str:

@@ -52,8 +52,6 @@ OPTIMIZER = (
     Flag("--adam-beta2", "Decay of Adam's second moment.", real(0.0, 1.0), 0.999),
     Flag("--adam-eps", "Added to Adam's denominator.", real(0.0), 1e-8),
     Flag("--sgd-momentum", "Momentum of SGD.", real(0.0, 1.0), 0.9),
-    Flag("--lion-beta1", "Weight of the momentum in Lion's sign.", real(0.0, 1.0), 0.95),
-    Flag("--lion-beta2", "Decay of Lion's momentum.", real(0.0, 1.0), 0.98),
     Flag("--muon-momentum", "Decay of Muon's momentum.", real(0.0, 1.0), 0.9),
     Flag("--muon-nesterov", "Orthogonalise the Nesterov momentum."),
     Flag(
