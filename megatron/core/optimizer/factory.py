@@ -134,10 +134,10 @@ def _check_sharding(
             f"{config.optimizer!r}; use use_distributed_optimizer"
         )
     gathers = ddp_config is not None and ddp_config.overlap_param_gather
-    if config.overlap_param_gather != gathers:
+    if config.overlap_param_gather and not gathers:
         raise ValueError(
-            f"overlap_param_gather is {config.overlap_param_gather} in OptimizerConfig and {gathers} in "
-            "the model's DistributedDataParallelConfig; set both alike"
+            "overlap_param_gather=True in OptimizerConfig needs overlap_param_gather=True in the model's "
+            "DistributedDataParallelConfig, which starts the gathers"
         )
     return wrapped
 

@@ -216,9 +216,9 @@ CONTRADICTIONS = {
     "optimizer only": ({}, {"use_distributed_optimizer": True}, "wrapped in DistributedData"),
     "model only": ({"use_distributed_optimizer": True}, {}, "owners only"),
     "overlap": (
-        {"use_distributed_optimizer": True, "overlap_param_gather": True},
         {"use_distributed_optimizer": True},
-        "set both alike",
+        {"use_distributed_optimizer": True, "overlap_param_gather": True},
+        "which starts the gathers",
     ),
     "untagged muon": (
         {"use_distributed_optimizer": True},
