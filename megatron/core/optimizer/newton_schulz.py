@@ -81,7 +81,9 @@ COEFFICIENT_SETS: dict[str, CoefficientSet] = {
         ),
         "last",
     ),
-    # Boissin et al., "Turbo-Muon", for almost-orthogonal-layer preconditioned inputs, 2025.
+    # Boissin et al., "Turbo-Muon", arXiv 2512.04632, for preconditioned inputs. The first step turns
+    # singular values above 0.884 of the norm around: never again after the others, and unfit for
+    # gradients of nearly rank one.
     "aol": CoefficientSet(
         (
             (4.0098, -7.0585, 2.4635),
@@ -92,7 +94,7 @@ COEFFICIENT_SETS: dict[str, CoefficientSet] = {
         "last",
     ),
     # DeepSeek-V4's schedule: eight fast steps and two that settle at one.
-    "deepseekv4": CoefficientSet((*[_SIMPLE] * 8, (2.0, -1.5, 0.5), (2.0, -1.5, 0.5)), "all"),
+    "deepseekv4": CoefficientSet((*[_SIMPLE] * 8, (2.0, -1.5, 0.5), (2.0, -1.5, 0.5)), "last"),
 }
 
 
@@ -157,27 +159,35 @@ def normalized(x: torch.Tensor) -> torch.Tensor:
     # In two factors, since one alone may be beyond FP32 for subnormal inputs.
     one = torch.ones_like(largest)
     scaled = x * torch.ldexp(one, -half) * torch.ldexp(one, half - exponent)
-    norm = torch.linalg.vector_norm(scaled, dim=(-2, -1), keepdim=True)
+    # On CPUs a vector_norm of millions of elements is off by up to a percent; sums go pairwise.
+    norm = scaled.square().sum(dim=(-2, -1), keepdim=True).sqrt()
     return scaled.div_(torch.where(norm == 0, one, norm))
 
 
 @contextmanager
 def _matmul_precision(precision: str, device: torch.device) -> Iterator[None]:
-    """TF32 or full FP32 products on CUDA for a while; CPUs always compute in full FP32."""
-    if device.type != "cuda" or precision == "medium":
+    """TF32 (on CUDA) or full FP32 products for a while, whatever the process has set.
+
+    CPUs need it too: with the process's precision lowered they multiply FP32 in BF16 where they can.
+    The backend's own setting is changed, since ``get_float32_matmul_precision`` raises in a process
+    that uses such settings itself.
+    """
+    if precision == "medium":
         yield
         return
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision(precision)
+    on_cuda = device.type == "cuda"
+    setting = torch.backends.cuda.matmul if on_cuda else torch.backends.mkldnn.matmul
+    before = setting.fp32_precision
+    setting.fp32_precision = "tf32" if on_cuda and precision == "high" else "ieee"
     try:
         yield
     finally:
-        torch.set_float32_matmul_precision(before)
+        setting.fp32_precision = before
 
 
 def _fused_product(
     base: torch.Tensor, left: torch.Tensor, right: torch.Tensor, beta: float, alpha: float
-):
+) -> torch.Tensor:
     """``beta * base + alpha * left @ right``, for matrices or batches of them."""
     if base.dim() == 2:
         return torch.addmm(base, left, right, beta=beta, alpha=alpha)
