@@ -16,6 +16,7 @@ from megatron.core.distributed.finalize_model_grads import finalize_model_grads
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
+from .failure import PlainError
 from .losses import SampleLosses, average_losses
 
 # From the model's output: the loss summed over tokens, the number of tokens that count, and the
@@ -112,7 +113,7 @@ def forward_backward(
 def _check_loss(args: argparse.Namespace, loss: torch.Tensor, microbatch: int) -> None:
     value = float(loss.detach())
     if not math.isfinite(value):
-        raise RuntimeError(
+        raise PlainError(
             f"the loss of microbatch {microbatch} on rank {args.rank} is {value}; look for bad data "
             "or too high a learning rate, or go on with --no-check-for-nan-in-loss-and-grad, which "
             "skips such steps"
