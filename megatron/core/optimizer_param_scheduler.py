@@ -140,6 +140,11 @@ class OptimizerParamScheduler:
 
     def _check(self) -> None:
         _require(
+            not (self.use_checkpoint_opt_param_scheduler and self.override_opt_param_scheduler),
+            "override_opt_param_scheduler=True contradicts use_checkpoint_opt_param_scheduler=True; set "
+            "one of them to False",
+        )
+        _require(
             0 <= self.min_lr <= self.max_lr,
             f"min_lr must be between 0 and max_lr={self.max_lr}, got {self.min_lr}",
         )
@@ -238,6 +243,8 @@ class OptimizerParamScheduler:
         "end_wd",
         "wd_incr_steps",
         "wd_incr_style",
+        "wsd_decay_steps",
+        "lr_wsd_decay_style",
     )
 
     def state_dict(self) -> dict[str, Any]:
@@ -248,8 +255,10 @@ class OptimizerParamScheduler:
         """Goes on from :meth:`state_dict`.
 
         Raises:
-            ValueError: If its options differ and neither flag says which to take.
+            ValueError: If its options differ and neither flag says which to take, or if those taken are
+                out of range. The schedule is then as before.
         """
+        before = {name: getattr(self, name) for name in self._OPTIONS}
         for name in self._OPTIONS:
             if name not in state_dict or self.override_opt_param_scheduler:
                 continue
@@ -260,5 +269,10 @@ class OptimizerParamScheduler:
                     "with use_checkpoint_opt_param_scheduler or override_opt_param_scheduler"
                 )
             setattr(self, name, saved)
+        try:
+            self._check()
+        except ValueError:
+            vars(self).update(before)
+            raise
         self.num_steps = 0
         self.step(state_dict["num_steps"])

@@ -53,8 +53,9 @@ class Lion(torch.optim.Optimizer):
                     self.state[param]["exp_avg"] = torch.zeros_like(param)
             momenta = [self.state[param]["exp_avg"] for param in params]
             beta1, beta2 = group["betas"]
-            updates = torch._foreach_lerp(momenta, grads, 1 - beta1)
-            torch._foreach_sign_(updates)
+            updates = list(torch._foreach_lerp(momenta, grads, 1 - beta1))
+            # The sign of NaN is 0: a bad gradient would stop its weights for good and not show.
+            updates = [torch.where(u.isnan(), u, u.sign()) for u in updates]
             if group["weight_decay"]:
                 torch._foreach_mul_(params, 1 - group["lr"] * group["weight_decay"])
             torch._foreach_add_(params, updates, alpha=-group["lr"])

@@ -110,6 +110,7 @@ class TensorParallelMuon(torch.optim.Optimizer):
         super().add_param_group(param_group)
         for param in param_group["params"]:
             if param.dim() != 2:
+                self.param_groups.pop()
                 raise ValueError(
                     f"Muon updates matrices, got a parameter of shape {tuple(param.shape)}; give it "
                     "to another optimizer"
@@ -129,6 +130,8 @@ class TensorParallelMuon(torch.optim.Optimizer):
         return loss
 
     def _step_group(self, group: dict[str, Any], params: list[torch.Tensor]) -> None:
+        # First, so that a matrix that is refused leaves all as they are.
+        parts = [self._parts_of(param) for param in params]
         grads = [param.grad for param in params if param.grad is not None]
         lr, decay, momentum = group["lr"], group["weight_decay"], group["momentum"]
         if decay and not self.use_decoupled_weight_decay:
@@ -138,8 +141,8 @@ class TensorParallelMuon(torch.optim.Optimizer):
         updates = torch._foreach_lerp(grads, buffers, momentum) if group["nesterov"] else buffers
         if decay and self.use_decoupled_weight_decay:
             torch._foreach_mul_(params, 1 - lr * decay)
-        for param, update in zip(params, updates, strict=True):
-            for rows, orthogonal, scale in self._orthogonal_parts(param, update):
+        for param, rows_of, update in zip(params, parts, updates, strict=True):
+            for rows, orthogonal, scale in self._orthogonal_parts(rows_of, update):
                 param.view(rows.view_shape)[rows.index].add_(orthogonal, alpha=-lr * scale)
 
     def _momentum_buffer(self, param: torch.Tensor) -> torch.Tensor:
@@ -153,16 +156,15 @@ class TensorParallelMuon(torch.optim.Optimizer):
     def orthogonalize(self, p: torch.Tensor, grad: torch.Tensor, **kwargs: Any) -> torch.Tensor:
         """The update that ``grad``, a momentum of ``p``'s shape, gives: orthogonalised and scaled, FP32."""
         result = torch.empty_like(grad, dtype=torch.float32)
-        for rows, orthogonal, scale in self._orthogonal_parts(p, grad):
+        for rows, orthogonal, scale in self._orthogonal_parts(self._parts_of(p), grad):
             result.view(rows.view_shape)[rows.index] = orthogonal.float() * scale
         return result
 
     def _orthogonal_parts(
-        self, param: torch.Tensor, update: torch.Tensor
+        self, parts: list[_Rows], update: torch.Tensor
     ) -> Iterator[tuple[_Rows, torch.Tensor, float]]:
         """The matrices that ``update`` consists of, each orthogonalised, with its rows and its factor."""
-        self._check_not_cut(param)
-        for rows in self._parts_of(param):
+        for rows in parts:
             part = update.view(rows.view_shape)[rows.index]
             matrix = part.reshape(-1, update.size(-1))
             orthogonal = newton_schulz(
@@ -172,6 +174,8 @@ class TensorParallelMuon(torch.optim.Optimizer):
             yield rows, orthogonal.reshape(part.shape), scale * self.extra_scale_factor
 
     def _parts_of(self, param: torch.Tensor) -> list[_Rows]:
+        """The rows that are orthogonalised together; refuses what cannot be updated rightly."""
+        self._check_not_cut(param)
         if not (self.split_qkv and self.is_qkv_fn(param)):
             return [_Rows(tuple(param.shape), slice(None))]
         shapes = getattr(param, "qkv_split_shapes", None) or self.qkv_split_shapes

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain, islice, repeat
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 
@@ -176,7 +176,7 @@ def _matmul_precision(precision: str, device: torch.device) -> Iterator[None]:
         yield
         return
     on_cuda = device.type == "cuda"
-    setting = torch.backends.cuda.matmul if on_cuda else torch.backends.mkldnn.matmul
+    setting: Any = (torch.backends.cuda if on_cuda else torch.backends.mkldnn).matmul  # type: ignore[attr-defined]
     before = setting.fp32_precision
     setting.fp32_precision = "tf32" if on_cuda and precision == "high" else "ieee"
     try:

@@ -1,10 +1,15 @@
 """Muon: its formulas, its peer in torch, fused weights, and independence of grouping and scale."""
 
+import copy
+import re
+
 import pytest
 import torch
 
+from megatron.core.optimizer import muon as module
 from megatron.core.optimizer.muon import TensorParallelMuon
 from megatron.core.optimizer.newton_schulz import get_muon_scale_factor, newton_schulz
+from megatron.core.process_groups_config import ProcessGroupCollection
 
 
 def values(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -68,19 +73,36 @@ def test_torch_muon_is_a_peer(shape, ours, theirs):
     assert (got - peer.detach()).norm() < 2e-2 * update
 
 
+@pytest.mark.parametrize("nesterov", [True, False])
 @pytest.mark.parametrize("precision", ["medium", "highest"])
-def test_powers_of_two_in_the_gradient_leave_no_trace(precision):
+def test_powers_of_two_in_the_gradient_leave_no_trace(precision, nesterov):
     weight = values(32, 64)
-    expected = run([weight], fp32_matmul_prec=precision)[0]
-    for exponent in (-100, -33, 1, 60, 100):
-        got = run([weight], scale=2.0**exponent, fp32_matmul_prec=precision)[0]
-        assert torch.equal(got, expected)
+    options = {"fp32_matmul_prec": precision, "nesterov": nesterov, "weight_decay": 0.1}
+    expected = run([weight], **options)[0]
+    for exponent in range(-100, 101, 3):
+        assert torch.equal(run([weight], scale=2.0**exponent, **options)[0], expected), exponent
+    assert torch.equal(run([weight], scale=2.0**100, **options)[0], expected)
 
 
-def test_a_zero_gradient_only_decays_the_weight():
+@pytest.mark.parametrize("precision", ["medium", "highest"])
+def test_a_zero_gradient_only_decays_the_weight(precision):
     weight = values(16, 32)
-    got = run([weight], steps=1, scale=0.0, weight_decay=0.5)[0]
+    got = run([weight], steps=1, scale=0.0, weight_decay=0.5, fp32_matmul_prec=precision)[0]
     assert torch.equal(got, weight * (1 - 0.1 * 0.5))
+    assert torch.equal(run([weight], scale=0.0, weight_decay=0.0)[0], weight)
+
+
+def test_nan_stays_in_its_own_matrix():
+    weights = [values(8, 16), values(8, 16, seed=1), values(16, 8)]
+    expected = run(weights, steps=1)
+    params = [torch.nn.Parameter(weight.clone()) for weight in weights]
+    optimizer = TensorParallelMuon(params, lr=0.1)
+    for param in params:
+        param.grad = values(*param.shape, seed=100)
+    params[1].grad[3, 4] = float("nan")
+    optimizer.step()
+    assert torch.equal(params[0], expected[0]) and torch.equal(params[2], expected[2])
+    assert params[1].isnan().all()
 
 
 def test_a_matrix_does_not_care_what_is_updated_beside_it():
@@ -88,6 +110,48 @@ def test_a_matrix_does_not_care_what_is_updated_beside_it():
     together = run(weights)
     for weight, got in zip(weights, together, strict=True):
         assert torch.equal(run([weight])[0], got)
+    for weight, got in zip(weights[::-1], run(weights[::-1]), strict=True):
+        assert torch.equal(run([weight])[0], got)
+
+
+def test_groups_have_options_of_their_own():
+    weights = [values(32, 48), values(48, 32)]
+    own = [{"lr": 0.1, "momentum": 0.5, "weight_decay": 0.3}, {"lr": 0.02, "nesterov": False}]
+    params = [torch.nn.Parameter(weight.clone()) for weight in weights]
+    groups = [{"params": [p], **o} for p, o in zip(params, own, strict=True)]
+    optimizer = TensorParallelMuon(groups, momentum=0.9)
+    for step in range(3):
+        for param in params:
+            param.grad = values(*param.shape, seed=100 + step)
+        optimizer.step()
+    for param, weight, options in zip(params, weights, own, strict=True):
+        assert torch.equal(param, run([weight], **({"momentum": 0.9} | options))[0])
+
+
+def test_a_learning_rate_may_be_a_tensor_and_a_gradient_transposed():
+    weight = values(32, 48)
+    expected = run([weight], steps=1)[0]
+    param = torch.nn.Parameter(weight.clone())
+    param.grad = values(32, 48, seed=100).mT.contiguous().mT
+    TensorParallelMuon([param], lr=torch.tensor(0.1)).step()
+    torch.testing.assert_close(param.detach(), expected, rtol=0, atol=1e-2)
+
+
+def test_saved_momentum_goes_on_bit_for_bit():
+    def advance(optimizer, param, steps):
+        for step in steps:
+            param.grad = values(16, 24, seed=step)
+            optimizer.step()
+
+    first = torch.nn.Parameter(values(16, 24))
+    optimizer = TensorParallelMuon([first], lr=0.1)
+    advance(optimizer, first, range(2))
+    second = torch.nn.Parameter(first.detach().clone())
+    other = TensorParallelMuon([second], lr=0.5)
+    other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    advance(optimizer, first, range(2, 4))
+    advance(other, second, range(2, 4))
+    assert torch.equal(first, second)
 
 
 def test_parameters_without_gradient_stay():
@@ -102,22 +166,37 @@ def test_parameters_without_gradient_stay():
 def test_fused_qkv_is_three_matrices():
     """Rows come group by group: [2 heads x 4, key 4, value 4], of two query groups."""
     shapes = [8, 4, 4]
-    weight = torch.nn.Parameter(values(32, 24))
+    weight = torch.nn.Parameter(torch.zeros(32, 24))
     weight.is_qkv, weight.qkv_split_shapes = True, shapes
     weight.grad = values(32, 24, seed=5)
     optimizer = TensorParallelMuon(
         [weight], lr=1.0, momentum=0.0, nesterov=False, weight_decay=0.0, split_qkv=True
     )
-    before, grad = weight.detach().clone(), weight.grad.clone()
+    grad = weight.grad.clone()
     optimizer.step()
-    moved = (before - weight.detach()).view(2, 16, 24)
-    for start, rows in ((0, 8), (8, 4), (12, 4)):
-        part = grad.view(2, 16, 24)[:, start : start + rows].reshape(-1, 24)
-        alone = newton_schulz(part).float() * get_muon_scale_factor(2 * rows, 24)
-        difference = moved[:, start : start + rows].reshape(-1, 24) - alone
-        assert difference.abs().max() < 1e-5
-    expected = optimizer.orthogonalize(weight, grad)
-    torch.testing.assert_close(moved.view(32, 24), expected, rtol=0, atol=1e-5)
+    # Rows of queries, keys and values, written out.
+    rows_of = (
+        [0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23],
+        [8, 9, 10, 11, 24, 25, 26, 27],
+        [12, 13, 14, 15, 28, 29, 30, 31],
+    )
+    for rows in rows_of:
+        alone = newton_schulz(grad[rows]).float() * get_muon_scale_factor(len(rows), 24)
+        assert torch.equal(-weight.detach()[rows], alone)
+    assert torch.equal(-weight.detach(), optimizer.orthogonalize(weight, grad))
+
+
+def test_a_function_says_which_weights_are_fused():
+    weight = torch.nn.Parameter(values(32, 24))
+    marked = torch.nn.Parameter(values(32, 24))
+    marked.is_qkv, marked.qkv_split_shapes = True, [8, 4, 4]
+    options = {"split_qkv": True, "qkv_split_shapes": [8, 4, 4]}
+    by_function = TensorParallelMuon([weight], is_qkv_fn=lambda p: p is weight, **options)
+    by_mark = TensorParallelMuon([marked], split_qkv=True)
+    grad = values(32, 24)
+    split = by_mark.orthogonalize(marked, grad)
+    assert torch.equal(by_function.orthogonalize(weight, grad), split)
+    assert not torch.equal(by_function.orthogonalize(marked, grad), split)
 
 
 def test_without_split_a_fused_weight_is_one_matrix():
@@ -139,19 +218,20 @@ def test_a_fused_weight_that_cannot_be_split_is_an_error(shapes, message):
     weight.grad = values(32, 24)
     with pytest.raises(RuntimeError, match=message):
         optimizer.step()
+    assert torch.equal(weight, values(32, 24))
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"lr": -1.0}, "lr"),
-        ({"momentum": 1.0}, "momentum"),
-        ({"weight_decay": -0.1}, "weight_decay"),
-        ({"tp_mode": "gathered"}, "duplicated"),
-        ({"fp32_matmul_prec": "tf32"}, "highest"),
-        ({"coefficient_type": "cubic"}, "quintic"),
-        ({"num_ns_steps": 0}, "at least 1"),
-        ({"scale_mode": "rms"}, "spectral"),
+        ({"lr": -1.0}, "lr must be at least 0, got -1.0"),
+        ({"momentum": 1.0}, "momentum must be .* got 1.0"),
+        ({"weight_decay": -0.1}, "weight_decay must be at least 0, got -0.1"),
+        ({"tp_mode": "gathered"}, "blockwise, duplicated, distributed, got 'gathered'"),
+        ({"fp32_matmul_prec": "tf32"}, "medium, high, highest, got 'tf32'"),
+        ({"coefficient_type": "cubic"}, "simple, quintic, .*, deepseekv4, got 'cubic'"),
+        ({"num_ns_steps": 0}, "at least 1, got 0"),
+        ({"scale_mode": "rms"}, "spectral, unit_rms_norm, shape_scaling, got 'rms'"),
     ],
 )
 def test_bad_options_are_refused_with_the_choices(options, message):
@@ -161,5 +241,28 @@ def test_bad_options_are_refused_with_the_choices(options, message):
 
 @pytest.mark.parametrize("shape", [(4,), (2, 3, 4)])
 def test_what_is_no_matrix_is_refused_with_its_shape(shape):
-    with pytest.raises(ValueError, match=str(shape[0])):
-        TensorParallelMuon([torch.nn.Parameter(torch.zeros(shape))])
+    bad = torch.nn.Parameter(torch.zeros(shape))
+    with pytest.raises(ValueError, match=re.escape(str(shape))):
+        TensorParallelMuon([bad])
+    optimizer = TensorParallelMuon([torch.nn.Parameter(values(4, 4))])
+    with pytest.raises(ValueError, match=re.escape(str(shape))):
+        optimizer.add_param_group({"params": [bad]})
+    assert len(optimizer.param_groups) == 1
+
+
+def test_a_cut_matrix_is_refused_except_blockwise(monkeypatch):
+    """Its shard alone would be another update, silently. What is refused is left as it was."""
+    whole, cut = torch.nn.Parameter(values(8, 8)), torch.nn.Parameter(values(8, 8))
+    cut.tensor_model_parallel = True
+    whole.grad = cut.grad = values(8, 8)
+    tp = object()
+    monkeypatch.setattr(module, "group_size", lambda group: 2 if group is tp else 1)
+    groups = ProcessGroupCollection(tp=tp)
+    for mode in ("duplicated", "distributed"):
+        optimizer = TensorParallelMuon([whole, cut], pg_collection=groups, tp_mode=mode)
+        with pytest.raises(RuntimeError, match=f"{mode}.*blockwise"):
+            optimizer.step()
+        assert torch.equal(whole, values(8, 8)) and torch.equal(cut, whole) and not optimizer.state
+    TensorParallelMuon([whole, cut], pg_collection=groups, tp_mode="blockwise").step()
+    assert not torch.equal(cut, values(8, 8))
+    TensorParallelMuon([whole], pg_collection=groups).step()
