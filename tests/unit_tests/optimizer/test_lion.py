@@ -26,6 +26,16 @@ def test_lion_is_its_formula(decay):
         torch.testing.assert_close(optimizer.state[param]["exp_avg"], momentum)
 
 
+def test_the_update_and_the_momentum_have_a_beta_each():
+    """After a gradient of 1 the momentum is 0.01, and -0.1 turns 0.9 of it around but not 0.99."""
+    param = torch.nn.Parameter(torch.zeros(1))
+    optimizer = Lion([param], lr=1.0, betas=(0.9, 0.99))
+    for grad, expected in ((1.0, -1.0), (-0.1, 0.0), (-0.05, -1.0)):
+        param.grad = torch.tensor([grad])
+        optimizer.step()
+        assert param.item() == expected
+
+
 def test_a_zero_gradient_only_decays_the_weight():
     param = torch.nn.Parameter(values(0))
     param.grad = torch.zeros(50)

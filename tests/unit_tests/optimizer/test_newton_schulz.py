@@ -154,6 +154,14 @@ def test_gram_form_is_the_plain_form(name, shape, restart):
         assert difference.abs().max() < 1e-10
 
 
+def test_gram_form_restarts_after_as_many_steps_as_it_is_told():
+    x = normalized(matrix(16, 64))
+    coefficients = get_coefficients("quintic", 5)
+    for after in (1, 2, 4):
+        restarted = iterate_gram(iterate_gram(x, coefficients[:after], 0), coefficients[after:], 0)
+        assert torch.equal(iterate_gram(x, coefficients, after), restarted)
+
+
 def test_gram_form_is_reached_by_its_option_and_restarts(monkeypatch):
     x = matrix(16, 64)
     plain = newton_schulz(x, precision="highest")
@@ -197,6 +205,13 @@ def test_nan_and_inf_fill_their_matrix_and_no_other(precision, bad):
     assert torch.equal(result[0], clean[0]) and torch.equal(result[2], clean[2])
 
 
+def test_matrices_of_a_batch_have_scales_of_their_own():
+    batch = matrix(3, 8, 16)
+    expected = newton_schulz(batch)
+    scales = torch.tensor([2.0**100, 1.0, 2.0**-100]).view(3, 1, 1)
+    assert torch.equal(newton_schulz(batch * scales), expected)
+
+
 def test_subnormal_and_huge_inputs_are_normalised():
     x = matrix(8, 16)
     for scale in (2.0**-130, 2.0**120):
@@ -222,6 +237,7 @@ def test_medium_is_as_near_as_bf16_and_highest_as_fp32(shape):
     highest = newton_schulz(x, precision="highest")
     medium = newton_schulz(x, precision="medium")
     assert highest.dtype == torch.float32
+    assert torch.equal(newton_schulz(x, precision="high"), highest)
     assert (highest.double() - exact).abs().max() < 1e-5
     assert medium.dtype == torch.bfloat16
     assert 1e-4 < (medium.double() - exact).norm() / exact.norm() < 3e-2

@@ -44,7 +44,8 @@ def rate(step: int, **changes) -> float:
 
 
 def test_warm_up_is_linear():
-    assert [rate(s) for s in (0, 5, 10)] == pytest.approx([0.0, 0.5, 1.0])
+    assert [rate(s) for s in range(11)] == pytest.approx([s / 10 for s in range(11)])
+    assert rate(11) == pytest.approx(0.991)
     assert rate(5, init_lr=0.5) == pytest.approx(0.75)
     assert rate(0, lr_warmup_steps=0) == 1.0
 
@@ -105,7 +106,8 @@ def test_cosine_at_a_quarter():
 )
 def test_wsd_is_stable_and_then_decays(style, left):
     options = {"lr_decay_style": "WSD", "wsd_decay_steps": 40, "lr_wsd_decay_style": style}
-    assert rate(70, **options) == pytest.approx(1.0)
+    for step in (11, 40, 70):
+        assert rate(step, **options) == pytest.approx(1.0)
     assert rate(80, **options) == pytest.approx(0.1 + 0.9 * left)
     assert rate(110, **options) == pytest.approx(0.1)
     assert rate(111, **options) == pytest.approx(0.1)
