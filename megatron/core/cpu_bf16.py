@@ -47,6 +47,13 @@ class _Linear(torch.autograd.Function):
         return grad_x, grad_weight
 
 
+def matmul(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    """``left @ right`` without history, whichever way is better on this device."""
+    if not is_emulated(left):
+        return left @ right
+    return (left.float() @ right.float()).bfloat16()
+
+
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """``torch.nn.functional.linear``, whichever way is better on this device."""
     if not is_emulated(x):

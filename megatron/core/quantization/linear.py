@@ -1,10 +1,4 @@
-"""A linear layer's three products with MXFP8 operands.
-
-Block-scaled products contract along blocks: forward along ``in_features`` (rowwise input and weight),
-dgrad along ``out_features`` (rowwise output gradient, columnwise weight), wgrad along tokens
-(columnwise output gradient and input). An E4M3 value times a power of two is exact in BF16, so a BF16
-product of dequantised operands with FP32 accumulation emulates the block-scaled product.
-"""
+"""A linear layer that computes in MXFP8, whatever its weight is stored in."""
 
 from __future__ import annotations
 
@@ -12,8 +6,13 @@ from typing import Any
 
 import torch
 
-from megatron.core.cpu_bf16 import is_emulated
 from megatron.core.quantization import format as reference
+from megatron.core.quantization.products import (
+    check_input,
+    dgrad_product,
+    forward_product,
+    wgrad_product,
+)
 from megatron.core.quantization.quantizer import MXFP8Quantizer
 from megatron.core.quantization.tensor import MXFP8Tensor
 
@@ -41,18 +40,7 @@ def mxfp8_linear(
         ValueError: If a size is no multiple of 32, the input's width is not the weight's, or a stored
             weight lacks one of its two copies.
     """
-    if input.size(-1) != weight.size(-1):
-        raise ValueError(
-            f"a weight of shape {tuple(weight.shape)} does not fit an input of shape "
-            f"{tuple(input.shape)}"
-        )
-    tokens = input.numel() // max(input.size(-1), 1)
-    if tokens % reference.BLOCK:
-        raise ValueError(
-            f"MXFP8 needs the tokens of a microbatch to be a multiple of {reference.BLOCK}, got "
-            f"{tokens} in an input of shape {tuple(input.shape)}; change the micro batch size or the "
-            "sequence length"
-        )
+    tokens = check_input(input, weight)
     quantized = weight if isinstance(weight, MXFP8Tensor) else _quantized(weight)
     storage = quantized.storage_bytes
     if storage.rowwise_data is None or storage.columnwise_data is None:
@@ -84,38 +72,18 @@ class _MXFP8Linear(torch.autograd.Function):
     def forward(  # type: ignore[override]
         ctx: Any, input: torch.Tensor, weight: torch.Tensor, quantized: MXFP8Tensor
     ) -> torch.Tensor:
-        left = _rowwise(input)
-        right = quantized.dequantize(_compute_dtype(input))
+        storage = quantized.storage_bytes
         # Bytes, not values, wait for the backward pass.
         by_tokens = reference.quantize_columnwise(input) if ctx.needs_input_grad[1] else ()
-        storage = quantized.storage_bytes
         ctx.save_for_backward(*by_tokens, storage.columnwise_data, storage.columnwise_scale)
-        return (left @ right.T).to(torch.bfloat16)
+        return forward_product(input, storage.rowwise_data, storage.rowwise_scale)  # type: ignore[arg-type]
 
     @staticmethod
     def backward(ctx: Any, grad_output: torch.Tensor) -> Any:  # type: ignore[override]
         *by_tokens, column_data, column_scale = ctx.saved_tensors
         grad_input = grad_weight = None
         if ctx.needs_input_grad[0]:
-            dtype = _compute_dtype(grad_output)
-            weight = reference.dequantize_columnwise(column_data, column_scale, dtype)
-            grad_input = (_rowwise(grad_output) @ weight).to(torch.bfloat16)
+            grad_input = dgrad_product(grad_output, column_data, column_scale)
         if ctx.needs_input_grad[1]:
-            dtype = _compute_dtype(grad_output)
-            input = reference.dequantize_columnwise(*by_tokens, dtype)  # type: ignore[misc, call-arg]
-            grad_weight = (_columnwise(grad_output).T @ input).to(torch.bfloat16)
+            grad_weight = wgrad_product(grad_output, *by_tokens)
         return grad_input, grad_weight, None
-
-
-def _compute_dtype(like: torch.Tensor) -> torch.dtype:
-    """In which products of dequantised operands are formed: BF16 with FP32 sums, or FP32 outright."""
-    return torch.float32 if is_emulated(like) else torch.bfloat16
-
-
-def _rowwise(values: torch.Tensor) -> torch.Tensor:
-    return reference.dequantize_rowwise(*reference.quantize_rowwise(values), _compute_dtype(values))
-
-
-def _columnwise(values: torch.Tensor) -> torch.Tensor:
-    quantized = reference.quantize_columnwise(values)
-    return reference.dequantize_columnwise(*quantized, _compute_dtype(values))
