@@ -81,6 +81,7 @@ class _ParamAndGradBucket:
         offset: Start in the buffer, in elements.
         param_to_index: Start and end of each parameter in this bucket.
         num_shards, shard_rank: Equal shards it is cut into, and this rank's.
+        is_sharded: Gradients are reduced to shards, rather than to every rank.
         gradient_scaling_factor: Applied to gradients before they are reduced.
     """
 
@@ -98,7 +99,9 @@ class _ParamAndGradBucket:
         param_to_name: Mapping[torch.nn.Parameter, str],
         num_shards: int,
         shard_rank: int,
+        is_sharded: bool = True,
     ) -> None:
+        self.is_sharded = is_sharded
         self.params_list = params
         self.params = set(params)
         self.param_data = param_data
@@ -147,6 +150,17 @@ class _ParamAndGradBucket:
             first, last = max(start, shard_start), min(end, shard_end)
             if first < last:
                 yield ParamShard(param, first - start, last - start, first)
+
+    def reduced_grads(
+        self, whole: bool = False
+    ) -> Iterator[tuple[torch.nn.Parameter, torch.Tensor]]:
+        """The gradients that are this rank's after a reduction, flat: all, or those in its shard."""
+        if whole or not self.is_sharded:
+            for param in self.params_list:
+                yield param, self.grad_data[slice(*self.param_to_index[param])]
+            return
+        for shard in self.param_shards():
+            yield shard.param, self.grad_data[shard.bucket_start : shard.bucket_end]
 
 
 class _ParamAndGradBuffer:
@@ -281,6 +295,7 @@ class _ParamAndGradBuffer:
                     param_to_name=self.param_to_name,
                     num_shards=self.data_parallel_world_size,
                     shard_rank=group_rank(self.data_parallel_group),
+                    is_sharded=self.ddp_config.use_distributed_optimizer,
                 )
             )
         return buckets

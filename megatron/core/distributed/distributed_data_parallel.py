@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -111,7 +112,12 @@ class DistributedDataParallel(torch.nn.Module):
         self.force_all_reduce = False
         for param in self.params_with_grad:
             param.grad_added_to_main_grad = False  # type: ignore[attr-defined]
-            param.register_post_accumulate_grad_hook(self._backward_post_hook)
+            gtp = getattr(param, "gtp_remat", None)
+            if gtp is None:
+                param.register_post_accumulate_grad_hook(self._backward_post_hook)
+            else:
+                gtp.grad_ready = partial(self._register_grad_ready, param)
+                gtp.publish = partial(self._publish, param)
         self.use_forward_hook = ddp_config.overlap_param_gather
         self.overlap_param_gather_with_optimizer_step = False
         self.remove_forward_pre_hook_handles: dict[torch.nn.Module, Any] = {}
@@ -130,6 +136,13 @@ class DistributedDataParallel(torch.nn.Module):
         self.expt_dp_group = named("expt_dp", "dp_cp", "dp")
         self.intra_expt_dp_group = named("intra_expt_dp", "expt_dp", "dp_cp", "dp")
         self.inter_dist_opt_group = named("inter_dist_opt")
+        # Ranks with batches of their own, which are more than those that hold the same parameters.
+        self.batch_group = named("dp_cp_gtp_remat", "dp_cp", "dp")
+        self.tp_group, self.expt_tp_group = named("tp"), named("expt_tp", "tp")
+        self.gtp_remat_group, self.expt_gtp_remat_group = (
+            named("gtp_remat"),
+            named("expt_gtp_remat"),
+        )
         if (
             self.ddp_config.num_distributed_optimizer_instances > 1
             and not self.inter_dist_opt_group
@@ -167,10 +180,18 @@ class DistributedDataParallel(torch.nn.Module):
                     "compute it from this module's trainable parameters"
                 )
         device = self.params_with_grad[0].device
-        for expert, group in ((False, self.dp_cp_group), (True, self.expt_dp_group)):
+        for expert, ranks in (
+            (False, (self.dp_cp_group, self.gtp_remat_group, self.tp_group)),
+            (True, (self.expt_dp_group, self.expt_gtp_remat_group, self.expt_tp_group)),
+        ):
             part = {k: v for k, v in layout.layouts.items() if k.is_expert_parallel == expert}
+            if not part:
+                continue
             lines = describe_layout(FullParamLayout(part), self.param_to_name)
-            check_same_on_all_ranks(lines, group, device)
+            # Peers in TP and GTP update their shards of a matrix together, so they own the same ones.
+            for number, group in enumerate(ranks):
+                if number == 0 or group is not None:
+                    check_same_on_all_ranks(lines, group, device)
 
     def _gradient_scaling_factor(self, expert: bool) -> float:
         """Brings the reduced sum to the average over all data-parallel ranks."""
@@ -180,8 +201,14 @@ class DistributedDataParallel(torch.nn.Module):
                     "average_in_collective excludes calculate_per_token_loss, which sums gradients"
                 )
             return 1.0
-        ranks = group_size(self.dp_cp_group)
+        # Sums over GTP ranks come on top, when a shard's gradient is formed or in finalize_model_grads.
+        ranks = group_size(self.batch_group)
         if self.ddp_config.average_in_collective:
+            if ranks != group_size(self.dp_cp_group) or _several(self.expt_gtp_remat_group):
+                raise ValueError(
+                    "average_in_collective excludes GTP: the average would be over the ranks that "
+                    "hold the same shard alone"
+                )
             return group_size(self.expt_dp_group) / ranks if expert else 1.0
         return 1.0 / ranks
 
@@ -245,13 +272,16 @@ class DistributedDataParallel(torch.nn.Module):
             self.start_param_sync(force_sync=True)
 
     def _forward_pre_hook(self, module: torch.nn.Module, *unused: Any) -> None:
+        for param in module.parameters(recurse=False):
+            self._finish_param_sync(param)
+
+    def _finish_param_sync(self, param: torch.Tensor) -> None:
         chained = not (
             self.ddp_config.align_param_gather or self.overlap_param_gather_with_optimizer_step
         )
-        for param in module.parameters(recurse=False):
-            group = self.param_to_bucket_group.get(param)
-            if group is not None:
-                group.finish_param_sync(skip_next_bucket_dispatch=not chained)
+        group = self.param_to_bucket_group.get(param)  # type: ignore[call-overload]
+        if group is not None:
+            group.finish_param_sync(skip_next_bucket_dispatch=not chained)
 
     def start_param_sync(
         self, *unused: Any, force_sync: bool = False, force_dispatch: bool = False
@@ -274,9 +304,18 @@ class DistributedDataParallel(torch.nn.Module):
         if param.grad is not None and not param.grad_added_to_main_grad:  # type: ignore[attr-defined]
             param.main_grad.add_(param.grad)  # type: ignore[attr-defined]
         param.grad = None
+        self._register_grad_ready(param)
+
+    def _register_grad_ready(self, param: torch.Tensor) -> None:
+        """Notes that ``param``'s gradient is in ``main_grad``."""
         if self.ddp_config.overlap_grad_reduce:
             group = self.param_to_bucket_group[param]  # type: ignore[index]
             group.register_grad_ready(param, self.force_all_reduce)  # type: ignore[arg-type]
+
+    def _publish(self, param: torch.Tensor) -> None:
+        """Finishes the gather of ``param``'s group: its shard is about to be read ahead of its module."""
+        if self.remove_forward_pre_hook_handles:
+            self._finish_param_sync(param)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -348,6 +387,10 @@ class DistributedDataParallel(torch.nn.Module):
         result = self.module.load_state_dict(state_dict, strict=strict)
         forget_quantized_weights(self.params_with_grad)
         return result
+
+
+def _several(group: dist.ProcessGroup | None) -> bool:
+    return group is not None and group_size(group) > 1
 
 
 def _storage_of(param: torch.Tensor) -> list[torch.Tensor]:

@@ -54,7 +54,7 @@ def check_same_on_all_ranks(
     first, second = (side + ["nothing"] * (length - len(side)) for side in (first, second))
     place = next(i for i in range(length) if first[i] != second[i])
     raise RuntimeError(
-        f"ranks 0 and {rank} of a data-parallel group lay their parameters out differently: rank 0 "
+        f"ranks 0 and {rank} of a process group lay their parameters out differently: rank 0 "
         f"has '{first[place]}' where rank {rank} has '{second[place]}'; build the same model, with "
         "the same options and construction order, on every rank"
     )

@@ -55,7 +55,13 @@ class FullParamLayout:
 
 def param_spec(param: torch.nn.Parameter) -> ParamSpec:
     """What a layout needs to know of ``param``."""
-    return ParamSpec(tuple(param.shape), getattr(param, "shared_embedding", False))
+    # A shard's update works on the matrix that it is cut from.
+    gtp = getattr(param, "gtp_remat", None)
+    return ParamSpec(
+        tuple(param.shape),
+        getattr(param, "shared_embedding", False),
+        None if gtp is None else gtp.matrix_shape,
+    )
 
 
 def layout_from_plan(

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from megatron.core.collectives import group_rank, group_size
+from megatron.core.tensor_parallel.gtp import GTPWeight
 
 
 @dataclass(frozen=True)
@@ -25,6 +26,7 @@ class NormalInit:
         partition_stride: Equal parts of that dimension that are cut each on its own and laid one
             after the other (2 for a fused gate and up projection).
         group: Ranks that it is cut over.
+        gtp: How this rank's part is cut once more.
     """
 
     std: float
@@ -32,9 +34,16 @@ class NormalInit:
     partition_dim: int = -1
     partition_stride: int = 1
     group: torch.distributed.ProcessGroup | None = None
+    gtp: GTPWeight | None = None
 
     def own_part(self, full: torch.Tensor) -> torch.Tensor:
         """This rank's part of a full tensor."""
+        part = self._tensor_parallel_part(full)
+        if self.gtp is None:
+            return part
+        return self.gtp.shards.cut(part, group_rank(self.gtp.group))
+
+    def _tensor_parallel_part(self, full: torch.Tensor) -> torch.Tensor:
         if self.partition_dim < 0 or self.group is None or group_size(self.group) == 1:
             return full
         ranks, rank = group_size(self.group), group_rank(self.group)

@@ -1,4 +1,4 @@
-"""Linear layers and embeddings that are cut over tensor-parallel ranks."""
+"""Linear layers and embeddings that are cut over tensor-parallel ranks, and over GTP ranks."""
 
 from __future__ import annotations
 
@@ -11,6 +11,16 @@ import torch.nn.functional as F
 from megatron.core import cpu_bf16
 from megatron.core.collectives import group_rank, group_size
 from megatron.core.quantization import MXFP8Tensor, mxfp8_linear
+from megatron.core.tensor_parallel.gtp import (
+    ALIGNMENT,
+    MXFP8_ALIGNMENT,
+    GTPRemat,
+    GTPWeight,
+    RowShards,
+    cut_over_gtp,
+    is_gtp_param,
+)
+from megatron.core.tensor_parallel.gtp_linear import gtp_embedding, gtp_linear
 from megatron.core.tensor_parallel.init import NormalInit
 from megatron.core.tensor_parallel.mappings import (
     copy_to_tensor_model_parallel_region,
@@ -57,11 +67,19 @@ def _rank_in(group: dist.ProcessGroup | None) -> int:
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     """``x @ weight.T + bias``, in MXFP8 where the weight is stored or marked so.
 
-    The one place in which a layer's products are chosen.
+    The one place in which a layer's products are chosen. A weight that is cut over GTP ranks is put
+    together for it.
     """
+    if is_gtp_param(weight):
+        return gtp_linear(x, weight, bias)
     if isinstance(weight, MXFP8Tensor) or getattr(weight, "computes_in_mxfp8", False):
         return mxfp8_linear(x, weight, bias)
     return cpu_bf16.linear(x, weight, bias)
+
+
+def embedding(tokens: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """Rows of a table, which is put together for it if it is cut over GTP ranks."""
+    return gtp_embedding(tokens, weight) if is_gtp_param(weight) else F.embedding(tokens, weight)
 
 
 def _new_weight(
@@ -72,12 +90,21 @@ def _new_weight(
     group: dist.ProcessGroup | None,
     std: float,
     computes_in_mxfp8: bool,
+    gtp: GTPRemat | None,
 ) -> torch.nn.Parameter:
     shape = list(full_shape)
     shape[dim] = divide(shape[dim], _ranks_of(group), "a tensor-parallel weight")
+    cut: GTPWeight | None = None
+    if gtp is not None and gtp.group is not None and gtp.ranks > 1:
+        alignment = MXFP8_ALIGNMENT if computes_in_mxfp8 else ALIGNMENT
+        shards = RowShards(shape[0], gtp.ranks, alignment)
+        cut = GTPWeight(shards, shape[1], gtp.group, gtp.chain)
+        shape[0] = shards.shard_rows
     weight = torch.nn.Parameter(torch.empty(shape, dtype=config.params_dtype))
     set_tensor_model_parallel_attributes(weight, True, dim, stride)
-    weight.normal_init = NormalInit(std, full_shape, dim, stride, group)  # type: ignore[attr-defined]
+    if cut is not None:
+        cut_over_gtp(weight, cut)
+    weight.normal_init = NormalInit(std, full_shape, dim, stride, group, cut)  # type: ignore[attr-defined]
     if computes_in_mxfp8:
         weight.computes_in_mxfp8 = True  # type: ignore[attr-defined]
     return weight
@@ -96,6 +123,7 @@ class ColumnParallelLinear(torch.nn.Module):
         stride: Parts of the output that are cut each on its own; see :class:`NormalInit`.
         tp_group: The ranks.
         quantized: Whether it takes part in ``config.fp8``.
+        gtp: Ranks that the weight is cut over once more.
     """
 
     def __init__(
@@ -110,6 +138,7 @@ class ColumnParallelLinear(torch.nn.Module):
         stride: int = 1,
         tp_group: dist.ProcessGroup | None = None,
         quantized: bool = True,
+        gtp: GTPRemat | None = None,
     ) -> None:
         super().__init__()
         self.tp_group = tp_group
@@ -117,12 +146,11 @@ class ColumnParallelLinear(torch.nn.Module):
         self.sequence_parallel = config.sequence_parallel
         shape = (output_size, input_size)
         in_fp8 = quantized and bool(config.fp8)
-        self.weight = _new_weight(config, shape, 0, stride, tp_group, std, in_fp8)
+        self.weight = _new_weight(config, shape, 0, stride, tp_group, std, in_fp8, gtp)
         self.bias = None
         if bias:
-            self.bias = torch.nn.Parameter(
-                torch.zeros(self.weight.size(0), dtype=config.params_dtype)
-            )
+            rows = output_size // _ranks_of(tp_group)
+            self.bias = torch.nn.Parameter(torch.zeros(rows, dtype=config.params_dtype))
             set_tensor_model_parallel_attributes(self.bias, True, 0, stride)
 
     def forward(self, x: torch.Tensor, weight: torch.Tensor | None = None) -> torch.Tensor:
@@ -148,6 +176,7 @@ class RowParallelLinear(torch.nn.Module):
         bias: Whether there is one; it is added once, after the sum over ranks.
         input_is_parallel: The input holds this rank's features only.
         tp_group: The ranks.
+        gtp: Ranks that the weight is cut over once more, along its rows.
     """
 
     def __init__(
@@ -160,13 +189,14 @@ class RowParallelLinear(torch.nn.Module):
         bias: bool = True,
         input_is_parallel: bool = True,
         tp_group: dist.ProcessGroup | None = None,
+        gtp: GTPRemat | None = None,
     ) -> None:
         super().__init__()
         self.tp_group = tp_group
         self.input_is_parallel = input_is_parallel
         self.sequence_parallel = config.sequence_parallel
         shape = (output_size, input_size)
-        self.weight = _new_weight(config, shape, 1, 1, tp_group, std, bool(config.fp8))
+        self.weight = _new_weight(config, shape, 1, 1, tp_group, std, bool(config.fp8), gtp)
         self.bias = None
         if bias:
             self.bias = torch.nn.Parameter(torch.zeros(output_size, dtype=config.params_dtype))
@@ -196,6 +226,7 @@ class VocabParallelEmbedding(torch.nn.Module):
         config: The model's options.
         std: Of the initial table.
         tp_group: The ranks.
+        gtp: Ranks that the table is cut over once more.
     """
 
     def __init__(
@@ -206,19 +237,21 @@ class VocabParallelEmbedding(torch.nn.Module):
         config: Any,
         std: float,
         tp_group: dist.ProcessGroup | None = None,
+        gtp: GTPRemat | None = None,
     ) -> None:
         super().__init__()
         self.tp_group = tp_group
         shape = (num_embeddings, embedding_dim)
-        self.weight = _new_weight(config, shape, 0, 1, tp_group, std, False)
-        self.first_token = _rank_in(tp_group) * self.weight.size(0)
+        self.weight = _new_weight(config, shape, 0, 1, tp_group, std, False, gtp)
+        self.tokens_here = num_embeddings // _ranks_of(tp_group)
+        self.first_token = _rank_in(tp_group) * self.tokens_here
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         """``[b, s]`` tokens to ``[b, s, features]``."""
         if _ranks_of(self.tp_group) == 1:
-            return F.embedding(tokens, self.weight)
+            return embedding(tokens, self.weight)
         local = tokens - self.first_token
-        elsewhere = (local < 0) | (local >= self.weight.size(0))
-        output = F.embedding(local.masked_fill(elsewhere, 0), self.weight)
+        elsewhere = (local < 0) | (local >= self.tokens_here)
+        output = embedding(local.masked_fill(elsewhere, 0), self.weight)
         output = output.masked_fill(elsewhere.unsqueeze(-1), 0.0)
         return reduce_from_tensor_model_parallel_region(output, self.tp_group)

@@ -56,6 +56,11 @@ def _split_last(x: torch.Tensor, group: Group) -> torch.Tensor:
     return x.chunk(group_size(group), dim=-1)[group_rank(group)].contiguous()
 
 
+def _reduce_scatter_last(x: torch.Tensor, group: Group) -> torch.Tensor:
+    pieces = torch.stack(x.chunk(group_size(group), dim=-1))
+    return _reduce_scatter_first(pieces, group).squeeze(0)
+
+
 def _identity(x: torch.Tensor, group: Group) -> torch.Tensor:
     return x
 
@@ -92,6 +97,14 @@ scatter_to_tensor_model_parallel_region = _make(
 )
 gather_from_tensor_model_parallel_region = _make(
     _gather_last, _split_last, "All parts of the last dimension."
+)
+gather_for_partial_use = _make(
+    _gather_last,
+    _reduce_scatter_last,
+    "All parts of the last dimension, of which every rank uses another share: gradients are partial sums.",
+)
+all_gather_sequence = _make(
+    _gather_first, _split_first, "All tokens, for a region that is the same on every rank."
 )
 scatter_to_sequence_parallel_region = _make(_split_first, _gather_first, "This rank's tokens.")
 gather_from_sequence_parallel_region = _make(
