@@ -20,12 +20,7 @@ _NotAvailable: Any = options_not_available(
     {
         "multi-latent attention": {"multi_latent_attention": False},
         "window attention": {"window_size": None},
-        "activation recomputation": {
-            "recompute_granularity": None,
-            "recompute_method": None,
-            "recompute_num_layers": None,
-            "recompute_modules": None,
-        },
+        "recomputation of parts of a layer": {"recompute_modules": None},
         "multi-token prediction": {"mtp_num_layers": None},
         "FP4": {"fp4": None, "fp4_param": False},
         "layernorm that is centred at zero": {"layernorm_zero_centered_gamma": False},
@@ -59,6 +54,15 @@ class TransformerConfig(_NotAvailable, ModelParallelConfig):
         fp8: ``None``, or ``e4m3`` for linear layers that compute in 8 bits.
         fp8_recipe: ``mxfp8``.
         fp8_param: Their weights are stored quantised.
+        recompute_granularity: ``None``, or ``full``: whole layers' activations are computed anew in
+            the backward pass.
+        recompute_method: Of which layers: ``uniform`` (of all, stretches of ``recompute_num_layers``
+            at a time) or ``block`` (of the first ``recompute_num_layers``).
+        recompute_num_layers: See above.
+        num_moe_experts: Routed experts in place of every MLP; ``None`` for none.
+        moe_router_topk: Experts that each token goes to.
+        moe_router_pre_softmax: Probabilities over all experts rather than over the chosen ones.
+        moe_ffn_hidden_size: Features inside an expert; ``ffn_hidden_size`` if ``None``.
         transformer_impl: Accepted, as are the ``*_fusion`` options and ``persist_layer_norm``: they
             say how Megatron computes what is computed one way here.
 
@@ -87,7 +91,11 @@ class TransformerConfig(_NotAvailable, ModelParallelConfig):
     fp8_param: bool = False
     num_moe_experts: int | None = None
     moe_router_topk: int = 2
+    moe_router_pre_softmax: bool = False
     moe_ffn_hidden_size: int | None = None
+    recompute_granularity: str | None = None
+    recompute_method: str | None = None
+    recompute_num_layers: int | None = None
     transformer_impl: str = "local"
     bias_activation_fusion: bool = False
     bias_dropout_fusion: bool = False
@@ -124,15 +132,66 @@ class TransformerConfig(_NotAvailable, ModelParallelConfig):
             )
         self._check_fp8()
         tp = self.tensor_model_parallel_size
-        if heads % tp or self.num_query_groups % tp:
+        if heads % tp or (self.num_query_groups % tp and tp % self.num_query_groups):
             raise ValueError(
-                f"num_attention_heads ({heads}) and num_query_groups ({self.num_query_groups}) must "
-                f"divide by tensor_model_parallel_size ({tp})"
+                f"num_attention_heads ({heads}) must divide by tensor_model_parallel_size ({tp}), and "
+                f"num_query_groups ({self.num_query_groups}) must divide by it or divide it"
             )
         if tp > 1 and (self.hidden_dropout or self.attention_dropout):
             raise ValueError(
                 "dropout with tensor_model_parallel_size above 1 is not available: set "
                 "hidden_dropout and attention_dropout to 0"
+            )
+
+        self._check_recomputation()
+        if self.num_moe_experts is not None:
+            self._check_experts(self.num_moe_experts)
+
+    def _check_recomputation(self) -> None:
+        if self.recompute_granularity is None:
+            if self.recompute_method is not None or self.recompute_num_layers is not None:
+                raise ValueError(
+                    "recompute_method and recompute_num_layers need recompute_granularity='full'"
+                )
+            return
+        if self.recompute_granularity != "full":
+            raise ValueError(
+                f"recompute_granularity must be None or 'full', got {self.recompute_granularity!r}"
+            )
+        if self.recompute_method not in ("uniform", "block"):
+            raise ValueError(
+                "recompute_granularity='full' needs recompute_method 'uniform' or 'block', got "
+                f"{self.recompute_method!r}"
+            )
+        if self.recompute_num_layers is None or self.recompute_num_layers < 1:
+            raise ValueError(
+                f"recompute_method={self.recompute_method!r} needs recompute_num_layers of at least "
+                f"1, got {self.recompute_num_layers}"
+            )
+
+    def _check_experts(self, experts: int) -> None:
+        if self.moe_ffn_hidden_size is None:
+            self.moe_ffn_hidden_size = self.ffn_hidden_size
+        if not 1 <= self.moe_router_topk <= experts:
+            raise ValueError(
+                f"moe_router_topk must be between 1 and num_moe_experts ({experts}), got "
+                f"{self.moe_router_topk}"
+            )
+        if self.moe_router_topk == 1 and not self.moe_router_pre_softmax:
+            raise ValueError(
+                "moe_router_topk=1 needs moe_router_pre_softmax=True: a softmax over one chosen "
+                "expert is always 1, and the router would learn nothing"
+            )
+        if experts % self.expert_model_parallel_size:
+            raise ValueError(
+                f"num_moe_experts ({experts}) must divide by expert_model_parallel_size "
+                f"({self.expert_model_parallel_size})"
+            )
+        if self.expert_tensor_parallel_size != self.tensor_model_parallel_size:
+            raise ValueError(
+                "experts are cut over as many tensor-parallel ranks as the rest: "
+                f"expert_tensor_parallel_size ({self.expert_tensor_parallel_size}) must be "
+                f"tensor_model_parallel_size ({self.tensor_model_parallel_size})"
             )
 
     def _check_fp8(self) -> None:

@@ -18,6 +18,7 @@ from megatron.core.tensor_parallel import (
     scatter_to_sequence_parallel_region,
     vocab_parallel_cross_entropy,
 )
+from megatron.core.transformer.layer_groups import LayerGroups
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.rotary import RotaryEmbedding
 from megatron.core.transformer.transformer_block import TransformerBlock
@@ -35,13 +36,23 @@ class LanguageModelEmbedding(MegatronModule):
     """Embeddings of tokens and, if they are learned, of positions."""
 
     def __init__(
-        self, config: Any, vocab_size: int, max_sequence_length: int, learned: bool, tp_group: Any
+        self,
+        config: Any,
+        vocab_size: int,
+        max_sequence_length: int,
+        learned: bool,
+        groups: LayerGroups,
     ) -> None:
         super().__init__(config)
         std = config.init_method_std
-        self.tp_group = tp_group
+        self.tp_group = groups.tp
         self.word_embeddings = VocabParallelEmbedding(
-            vocab_size, config.hidden_size, config=config, std=std, tp_group=tp_group
+            vocab_size,
+            config.hidden_size,
+            config=config,
+            std=std,
+            tp_group=groups.tp,
+            gtp=groups.gtp,
         )
         self.word_embeddings.weight.is_embedding_or_output_parameter = True  # type: ignore[attr-defined]
         self.position_embeddings: torch.nn.Embedding | None = None
@@ -80,7 +91,11 @@ class GPTModel(MegatronModule):
         position_embedding_type: ``learned_absolute``, ``rope`` or ``none``.
         rotary_percent: Share of a head's features that is rotated.
         rotary_base: Base of the wavelengths.
-        pg_collection: Gives ``tp``; that of :mod:`megatron.core.parallel_state` if ``None``.
+        pg_collection: Gives ``tp``, ``gtp_remat``, ``ep``, ``expt_tp`` and ``expt_gtp_remat``; those
+            of :mod:`megatron.core.parallel_state` if ``None``.
+
+    Attributes:
+        gtp_chain: Gathers the weights that are cut over GTP ranks.
 
     Raises:
         ValueError: If an option is none of its choices.
@@ -103,20 +118,21 @@ class GPTModel(MegatronModule):
                 f"position_embedding_type must be one of {', '.join(POSITION_EMBEDDING_TYPES)}, got "
                 f"{position_embedding_type!r}"
             )
-        groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups(["tp"])
+        groups = LayerGroups.from_collection(pg_collection)
         self.tp_group = groups.tp
+        self.gtp_chain = groups.chain
         self.share_embeddings_and_output_weights = share_embeddings_and_output_weights
         self.embedding = LanguageModelEmbedding(
             config,
             vocab_size,
             max_sequence_length,
             position_embedding_type == "learned_absolute",
-            self.tp_group,
+            groups,
         )
         self.rotary = None
         if position_embedding_type == "rope":
             self.rotary = RotaryEmbedding(config.kv_channels, rotary_percent, rotary_base)
-        self.decoder = TransformerBlock(config, self.tp_group)
+        self.decoder = TransformerBlock(config, groups)
         self.output_layer = ColumnParallelLinear(
             config.hidden_size,
             vocab_size,
@@ -125,6 +141,7 @@ class GPTModel(MegatronModule):
             bias=False,
             tp_group=self.tp_group,
             quantized=False,
+            gtp=groups.gtp,
         )
         if share_embeddings_and_output_weights:
             shared = self.embedding.word_embeddings.weight
@@ -174,6 +191,7 @@ class GPTModel(MegatronModule):
             position_ids = torch.arange(input_ids.size(1), device=input_ids.device).expand_as(
                 input_ids
             )
+        self.gtp_chain.start_pass()
         x = self.embedding(input_ids, position_ids)
         rotation = None if self.rotary is None else self.rotary(input_ids.size(1), x.device)
         logits = self.output_layer(self.decoder(x, rotation))
