@@ -52,6 +52,13 @@ def get_expert_gtp_weight_remat_rank() -> int:
     return registry.rank("expt_gtp_remat")
 
 
+def get_expert_tensor_and_gtp_weight_remat_group(
+    check_initialized: bool = True,
+) -> dist.ProcessGroup:
+    """The ranks that hold one copy of an expert's weights: expert TP x expert GTP."""
+    return registry.group("expt_tp_gtp_remat", check_initialized)
+
+
 def get_expert_tensor_and_model_parallel_group(
     check_initialized: bool = True,
 ) -> dist.ProcessGroup:

@@ -42,6 +42,7 @@ _GROUPS: dict[str, tuple[str, tuple[str, ...]]] = {
     "expt_gtp_remat": ("expert", ("expt_gtp_remat",)),
     "tp_ep": ("expert", ("ep", "expt_tp")),
     "tp_ep_with_egtp_remat": ("expert", ("expt_gtp_remat", "ep", "expt_tp")),
+    "expt_tp_gtp_remat": ("expert", ("expt_gtp_remat", "expt_tp")),
     "expt_dp": ("expert", (_INSTANCE, "expt_dp")),
     "intra_expt_dp": ("expert", ("expt_dp",)),
     "expt_dp_gtp_remat": ("expert", (_INSTANCE, "expt_dp", "expt_gtp_remat")),

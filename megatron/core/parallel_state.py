@@ -23,6 +23,7 @@ from megatron.core.expert_parallel_state import (  # noqa: F401  (part of this m
     get_expert_model_parallel_group,
     get_expert_model_parallel_rank,
     get_expert_model_parallel_world_size,
+    get_expert_tensor_and_gtp_weight_remat_group,
     get_expert_tensor_and_model_parallel_group,
     get_expert_tensor_and_model_parallel_rank,
     get_expert_tensor_and_model_parallel_world_size,

@@ -43,6 +43,7 @@ class ProcessGroupCollection:
         dp_cp_ag: ``None``.
         gtp_remat: A TP-local weight is cut over it.
         expt_gtp_remat: A TP-local expert weight is cut over it.
+        expt_tp_gtp_remat: One copy of an expert's weights: expert TP x expert GTP.
         expt_dp: Ranks that hold the same experts' parameters.
         expt_dp_gtp_remat: Expert DP x expert GTP.
         expt_dp_ag: ``None``.
@@ -72,6 +73,7 @@ class ProcessGroupCollection:
     dp_cp_ag: Group = field(init=False)
     gtp_remat: Group = field(init=False)
     expt_gtp_remat: Group = field(init=False)
+    expt_tp_gtp_remat: Group = field(init=False)
     expt_dp: Group = field(init=False)
     expt_dp_gtp_remat: Group = field(init=False)
     expt_dp_ag: Group = field(init=False)
@@ -257,6 +259,7 @@ _FROM_PARALLEL_STATE: dict[str, Callable[[], Any]] = {
     "dp_cp_ag": _no_group,
     "gtp_remat": parallel_state.get_gtp_weight_remat_group,
     "expt_gtp_remat": parallel_state.get_expert_gtp_weight_remat_group,
+    "expt_tp_gtp_remat": parallel_state.get_expert_tensor_and_gtp_weight_remat_group,
     "expt_dp": partial(parallel_state.get_expert_data_parallel_group, with_gtp_remat=False),
     "expt_dp_gtp_remat": parallel_state.get_expert_data_parallel_group,
     "expt_dp_ag": _no_group,

@@ -77,18 +77,30 @@ def _compare(param: torch.nn.Parameter, master: torch.Tensor) -> tuple[float, fl
 def _report(names: list[str], findings: torch.Tensor) -> None:
     """Raises if ``findings``, ``[ranks, parameters, 3]``, hold anything."""
     differs, errors, holds_initial = findings.unbind(2)
+    if not (differs.any() or holds_initial.any()):
+        return
+    # Ranks that hold other experts have other names at the same place.
+    everyone: list[list[str]] = [[] for _ in range(findings.size(0))]
+    dist.all_gather_object(everyone, names)
     if differs.any():
-        worst = int((errors.amax(0) + differs.amax(0)).argmax())
-        ranks = differs[:, worst].nonzero().flatten().tolist()
-        count = int(differs.any(0).sum())
+        rank, worst = divmod(int((errors + differs).argmax()), len(names))
+        name = everyone[rank][worst]
+        ranks = [
+            r for r in differs[:, worst].nonzero().flatten().tolist() if everyone[r][worst] == name
+        ]
+        wrong = {everyone[r][i] for r, i in differs.nonzero().tolist()}
+        count = len({name for names_of_rank in everyone for name in names_of_rank})
         raise ParamSyncError(
-            f"parameter {names[worst]} is not what its owner computed, on ranks {ranks}: it differs by "
-            f"up to {float(errors[:, worst].max()):.3g}; {count} of {len(names)} parameters differ"
+            f"parameter {name} is not what its owner computed, on ranks {ranks}: it differs by "
+            f"up to {float(errors[rank, worst]):.3g}; {len(wrong)} of {count} parameters differ"
         )
-    if holds_initial.any():
-        first = int(holds_initial.any(0).nonzero()[0])
-        ranks = holds_initial[:, first].nonzero().flatten().tolist()
-        raise ParamSyncError(
-            f"parameter {names[first]} still holds the values that it was quantised from, on ranks "
-            f"{ranks}: its master was not seeded from them"
-        )
+    rank, first = holds_initial.nonzero()[0].tolist()
+    ranks = [
+        r
+        for r in holds_initial[:, first].nonzero().flatten().tolist()
+        if everyone[r][first] == everyone[rank][first]
+    ]
+    raise ParamSyncError(
+        f"parameter {everyone[rank][first]} still holds the values that it was quantised from, on "
+        f"ranks {ranks}: its master was not seeded from them"
+    )

@@ -101,8 +101,8 @@ def get_megatron_optimizer(
         if is_sharded:
             leaf = _make_distributed(base, config, scaler, model_chunks, pgs, expert)
         else:
-            leaf = _make_replicated(base, config, scaler, pgs)
-        leaf.tp_group = getattr(pgs, "expt_tp" if expert else "tp", None)
+            leaf = _make_replicated(base, config, scaler, pgs, expert)
+        leaf.pg_collection = pgs
         optimizers.append(leaf)
     return optimizers[0] if len(optimizers) == 1 else ChainedOptimizer(optimizers)
 
@@ -190,10 +190,11 @@ def _make_replicated(
     config: OptimizerConfig,
     scaler: MegatronGradScaler | None,
     pgs: ProcessGroupCollection,
+    expert: bool,
 ) -> MainParamOptimizer:
     if config.bf16 or config.fp16:
         leaf: MainParamOptimizer = Float16OptimizerWithFloat16Params(base, config, scaler, None)
     else:
         leaf = FP32Optimizer(base, config, None)
-    leaf.stats_group = pgs.mp
+    leaf.stats_group = pgs.tp_ep_pp_with_egtp_remat if expert else pgs.mp
     return leaf

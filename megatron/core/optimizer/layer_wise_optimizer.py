@@ -104,7 +104,7 @@ class LayerWiseDistributedOptimizer(ChainedOptimizer):
             leaf.stats_group = None
             leaf.ownership_group, leaf.expert_ownership_group = self.dp_cp, self.expt_dp
             leaf.quantized_params_are_staged = self.layerwise_param_sync_via_bucket_group
-            leaf.tp_group = getattr(groups, "tp", None)
+            leaf.pg_collection = groups
         self.bucket_groups = self._own_bucket_groups()
         for param in managed:
             # Ranks that do not own a parameter let go of what it was quantised from, too.

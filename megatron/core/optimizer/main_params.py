@@ -12,6 +12,7 @@ from megatron.core.fp8_utils import is_float8tensor, pop_high_precision_init_val
 _UPDATE_RULE_ATTRIBUTES = (
     "allreduce",
     "expert_tp",
+    "gtp_remat",
     "is_embedding_or_output_parameter",
     "is_qkv",
     "partition_dim",
@@ -52,6 +53,13 @@ class MainParam:
         if grad is None:
             grad = self.model_param.grad
         return None if grad is None else self._view(grad)
+
+    def without_padding(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Of a tensor of the main parameter's shape the elements that are elements of a matrix."""
+        gtp = getattr(self.model_param, "gtp_remat", None)
+        if gtp is None or self.end <= gtp.valid_numel:
+            return tensor
+        return tensor.view(-1)[: max(gtp.valid_numel - self.start, 0)]
 
     def _view(self, tensor: torch.Tensor) -> torch.Tensor:
         if tensor.shape == self.main_param.shape:

@@ -6,22 +6,31 @@ NVIDIA's Megatron-LM and Emerging-Optimizers.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from typing import Any, Literal, get_args
 
 import torch
 from torch.optim.optimizer import ParamsT
 
-from megatron.core.collectives import group_size
 from megatron.core.optimizer.newton_schulz import (
     check_precision,
     get_coefficients,
     get_muon_scale_factor,
     newton_schulz,
 )
+from megatron.core.optimizer.sharded_matrix import ShardedMatrix, sharded_matrix_of
+from megatron.core.optimizer.sharded_muon import (
+    MatrixPart,
+    Update,
+    blockwise,
+    distributed,
+    duplicated,
+    layer_sharded,
+)
 from megatron.core.process_groups_config import ProcessGroupCollection
 
-TPMode = Literal["blockwise", "duplicated", "distributed"]
+TPMode = Literal["blockwise", "duplicated", "distributed", "layer_sharded"]
 
 
 class TensorParallelMuon(torch.optim.Optimizer):
@@ -48,7 +57,9 @@ class TensorParallelMuon(torch.optim.Optimizer):
         scale_mode: See :func:`~megatron.core.optimizer.newton_schulz.get_muon_scale_factor`.
         extra_scale_factor: Times this.
         pg_collection: Process groups that matrices may be cut over.
-        tp_mode: What is orthogonalised of a matrix that is: see :data:`TPMode`.
+        tp_mode: How a matrix that is cut is orthogonalised: see
+            :mod:`megatron.core.optimizer.sharded_muon`.
+        split_qkv_per_head: With ``split_qkv``, every head of a fused weight is a matrix of its own.
 
     Raises:
         ValueError: If an option is out of range or a parameter is not a matrix.
@@ -72,6 +83,7 @@ class TensorParallelMuon(torch.optim.Optimizer):
         extra_scale_factor: float = 1.0,
         pg_collection: ProcessGroupCollection | None = None,
         tp_mode: str = "duplicated",
+        split_qkv_per_head: bool = False,
     ) -> None:
         if lr < 0:
             raise ValueError(f"lr must be at least 0, got {lr}")
@@ -97,6 +109,8 @@ class TensorParallelMuon(torch.optim.Optimizer):
         self.extra_scale_factor = extra_scale_factor
         self.pg_collection = pg_collection
         self.tp_mode = tp_mode
+        self.split_qkv_per_head = split_qkv_per_head
+        self._matrices: dict[torch.Tensor, ShardedMatrix | None] = {}
         defaults = {
             "lr": lr,
             "momentum": momentum,
@@ -131,7 +145,11 @@ class TensorParallelMuon(torch.optim.Optimizer):
 
     def _step_group(self, group: dict[str, Any], params: list[torch.Tensor]) -> None:
         # First, so that a matrix that is refused leaves all as they are.
-        parts = [self._parts_of(param) for param in params]
+        matrices = [self._matrix_of(param) for param in params]
+        parts = [
+            self._parts_of(param, tuple(param.shape) if matrix is None else matrix.shape)
+            for param, matrix in zip(params, matrices, strict=True)
+        ]
         grads = [param.grad for param in params if param.grad is not None]
         lr, decay, momentum = group["lr"], group["weight_decay"], group["momentum"]
         if decay and not self.use_decoupled_weight_decay:
@@ -141,9 +159,48 @@ class TensorParallelMuon(torch.optim.Optimizer):
         updates = torch._foreach_lerp(grads, buffers, momentum) if group["nesterov"] else buffers
         if decay and self.use_decoupled_weight_decay:
             torch._foreach_mul_(params, 1 - lr * decay)
-        for param, rows_of, update in zip(params, parts, updates, strict=True):
+        cut: list[tuple[torch.Tensor, list[_Rows], Update]] = []
+        for param, matrix, rows_of, update in zip(params, matrices, parts, updates, strict=True):
+            if matrix is not None:
+                cut.append((param, rows_of, Update(matrix, update)))
+                continue
             for rows, orthogonal, scale in self._orthogonal_parts(rows_of, update):
                 param.view(rows.view_shape)[rows.index].add_(orthogonal, alpha=-lr * scale)
+        for param, result in self._sharded_updates(cut):
+            param.add_(result, alpha=-lr)
+
+    def _sharded_updates(
+        self, cut: list[tuple[torch.Tensor, list[_Rows], Update]]
+    ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Parameters and the FP32 updates of their shards, scaled."""
+        updates = [update for _, _, update in cut]
+
+        def whole(full: torch.Tensor, number: int) -> torch.Tensor:
+            return self._orthogonalized(full, cut[number][1])
+
+        if self.tp_mode in ("duplicated", "layer_sharded"):
+            deal = duplicated if self.tp_mode == "duplicated" else layer_sharded
+            for number, result in deal(updates, whole):
+                yield cut[number][0], result
+            return
+        for param, rows_of, update in cut:
+            shape = update.matrix.shape
+            parts = [
+                part for rows in rows_of for part in self._matrix_parts(rows, shape, param.device)
+            ]
+            if self.tp_mode == "blockwise":
+                yield param, blockwise(update, parts, self._newton_schulz)
+            else:
+                coefficients = get_coefficients(self.coefficient_type, self.num_ns_steps)
+                yield param, distributed(update, parts, coefficients, self.fp32_matmul_prec)
+
+    def _matrix_parts(
+        self, rows: _Rows, shape: tuple[int, int], device: torch.device
+    ) -> list[MatrixPart]:
+        """The matrices of ``rows``, one or as many as there are heads, by their rows."""
+        numbers = torch.arange(shape[0], device=device).view(rows.view_shape[:-1])[rows.index]
+        matrices = list(numbers) if rows.is_batch else [numbers.reshape(-1)]
+        return [MatrixPart(m, self._factor(m.numel(), shape[1])) for m in matrices]
 
     def _momentum_buffer(self, param: torch.Tensor) -> torch.Tensor:
         state = self.state[param]
@@ -155,8 +212,15 @@ class TensorParallelMuon(torch.optim.Optimizer):
 
     def orthogonalize(self, p: torch.Tensor, grad: torch.Tensor, **kwargs: Any) -> torch.Tensor:
         """The update that ``grad``, a momentum of ``p``'s shape, gives: orthogonalised and scaled, FP32."""
-        result = torch.empty_like(grad, dtype=torch.float32)
-        for rows, orthogonal, scale in self._orthogonal_parts(self._parts_of(p), grad):
+        matrix = self._matrix_of(p)
+        if matrix is None:
+            return self._orthogonalized(grad, self._parts_of(p, tuple(p.shape)))
+        cut = [(p, self._parts_of(p, matrix.shape), Update(matrix, grad.float()))]
+        return next(self._sharded_updates(cut))[1]
+
+    def _orthogonalized(self, matrix: torch.Tensor, parts: list[_Rows]) -> torch.Tensor:
+        result = torch.empty_like(matrix, dtype=torch.float32)
+        for rows, orthogonal, scale in self._orthogonal_parts(parts, matrix):
             result.view(rows.view_shape)[rows.index] = orthogonal.float() * scale
         return result
 
@@ -166,49 +230,63 @@ class TensorParallelMuon(torch.optim.Optimizer):
         """The matrices that ``update`` consists of, each orthogonalised, with its rows and its factor."""
         for rows in parts:
             part = update.view(rows.view_shape)[rows.index]
-            matrix = part.reshape(-1, update.size(-1))
-            orthogonal = newton_schulz(
-                matrix, self.num_ns_steps, self.coefficient_type, self.fp32_matmul_prec
+            matrix = part if rows.is_batch else part.reshape(-1, update.size(-1))
+            orthogonal = self._newton_schulz(matrix)
+            yield (
+                rows,
+                orthogonal.reshape(part.shape),
+                self._factor(matrix.size(-2), matrix.size(-1)),
             )
-            scale = get_muon_scale_factor(matrix.size(0), matrix.size(1), self.scale_mode)
-            yield rows, orthogonal.reshape(part.shape), scale * self.extra_scale_factor
 
-    def _parts_of(self, param: torch.Tensor) -> list[_Rows]:
-        """The rows that are orthogonalised together; refuses what cannot be updated rightly."""
-        self._check_not_cut(param)
+    def _newton_schulz(self, matrix: torch.Tensor) -> torch.Tensor:
+        return newton_schulz(
+            matrix, self.num_ns_steps, self.coefficient_type, self.fp32_matmul_prec
+        )
+
+    def _factor(self, rows: int, columns: int) -> float:
+        return get_muon_scale_factor(rows, columns, self.scale_mode) * self.extra_scale_factor
+
+    def _matrix_of(self, param: torch.Tensor) -> ShardedMatrix | None:
+        if param not in self._matrices:
+            self._matrices[param] = sharded_matrix_of(param, self.pg_collection)
+        return self._matrices[param]
+
+    def _parts_of(self, param: torch.Tensor, shape: tuple[int, ...]) -> list[_Rows]:
+        """The rows of the whole matrix that are orthogonalised together."""
+        rows, columns = shape
         if not (self.split_qkv and self.is_qkv_fn(param)):
-            return [_Rows(tuple(param.shape), slice(None))]
+            return [_Rows((rows, columns), slice(None))]
         shapes = getattr(param, "qkv_split_shapes", None) or self.qkv_split_shapes
         if shapes is None:
             raise RuntimeError(
                 "a fused query-key-value weight cannot be split: neither it nor the optimizer says "
                 "qkv_split_shapes; set them, or split_qkv=False"
             )
-        if param.size(0) % sum(shapes):
+        if rows % sum(shapes):
             raise RuntimeError(
-                f"a fused query-key-value weight of {param.size(0)} rows does not divide into query "
+                f"a fused query-key-value weight of {rows} rows does not divide into query "
                 f"groups of {sum(shapes)} rows (qkv_split_shapes={list(shapes)})"
             )
-        view_shape = (param.size(0) // sum(shapes), sum(shapes), param.size(1))
+        if self.split_qkv_per_head:
+            head = math.gcd(*shapes)
+            if head != shapes[-1]:
+                raise RuntimeError(
+                    f"a fused query-key-value weight with qkv_split_shapes={list(shapes)} is not made "
+                    "of heads of one size; set split_qkv_per_head=False"
+                )
+            return [_Rows((rows // head, head, columns), slice(None), is_batch=True)]
+        view_shape = (rows // sum(shapes), sum(shapes), columns)
         starts = [sum(shapes[:i]) for i in range(len(shapes))]
         return [
-            _Rows(view_shape, (slice(None), slice(start, start + rows)))
-            for start, rows in zip(starts, shapes, strict=True)
+            _Rows(view_shape, (slice(None), slice(start, start + count)))
+            for start, count in zip(starts, shapes, strict=True)
         ]
-
-    def _check_not_cut(self, param: torch.Tensor) -> None:
-        if self.tp_mode == "blockwise" or not getattr(param, "tensor_model_parallel", False):
-            return
-        if group_size(getattr(self.pg_collection, "tp", None)) > 1:
-            raise RuntimeError(
-                f"tp_mode={self.tp_mode!r} is not available for matrices that are cut over tensor-"
-                "parallel ranks; use 'blockwise'"
-            )
 
 
 class _Rows:
-    """Rows of a matrix: an index into a view of it."""
+    """Rows of a matrix: an index into a view of it, which may be a batch of matrices."""
 
-    def __init__(self, view_shape: tuple[int, ...], index: Any) -> None:
+    def __init__(self, view_shape: tuple[int, ...], index: Any, is_batch: bool = False) -> None:
         self.view_shape = view_shape
         self.index = index
+        self.is_batch = is_batch

@@ -30,6 +30,7 @@ from megatron.core.optimizer.clip_grads import (
 from megatron.core.optimizer.grad_scaler import MegatronGradScaler
 from megatron.core.optimizer.main_params import MainParam, make_main_param
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
+from megatron.core.process_groups_config import ProcessGroupCollection
 
 StepResult = tuple[bool, float | None, int | None]
 
@@ -214,10 +215,10 @@ class MainParamOptimizer(MegatronOptimizer):
             group["params"] = [record.main_param for record in records]
             self.main_params += records
         self.device = self.managed_params[0].device if self.managed_params else torch.device("cpu")
-        # Ranks over which gradients are summed for the norm (None: all), and ranks that hold the same
-        # replicated parameters, of which one counts.
+        # Ranks over which gradients are summed for the norm (None: all), and the groups that hold the
+        # same replicated parameters, of which one rank counts.
         self.stats_group: dist.ProcessGroup | None = _model_parallel_group()
-        self.tp_group: dist.ProcessGroup | None = None
+        self.pg_collection: ProcessGroupCollection | None = None
         # Whether parameters are shared out, and over which ranks.
         self.is_sharded = False
         self.ownership_group: dist.ProcessGroup | None = None
@@ -245,16 +246,23 @@ class MainParamOptimizer(MegatronOptimizer):
 
     def grads_counted_here(self) -> list[torch.Tensor]:
         """Of the collected gradients those that no other rank counts for the norm."""
-        return [
-            record.main_param.grad
-            for record in self.main_params
-            if record.main_param.grad is not None and self._counts_here(record.model_param)
-        ]
+        grads = []
+        for record in self.main_params:
+            grad = record.main_param.grad
+            if grad is not None and self._counts_here(record.model_param):
+                grads.append(record.without_padding(grad))
+        return grads
 
     def _counts_here(self, param: torch.nn.Parameter) -> bool:
-        if getattr(param, "tensor_model_parallel", False) or self.tp_group is None:
-            return True
-        return group_rank(self.tp_group) == 0
+        """Whether this rank holds ``param``'s gradient as a shard, or is the first of those that do."""
+        kind = "expt_" if not getattr(param, "allreduce", True) else ""
+        replicated_over = []
+        if not getattr(param, "tensor_model_parallel", False):
+            replicated_over.append(f"{kind}tp")
+        if not hasattr(param, "gtp_remat"):
+            replicated_over.append(f"{kind}gtp_remat")
+        groups = [getattr(self.pg_collection, name, None) for name in replicated_over]
+        return all(group is None or group_rank(group) == 0 for group in groups)
 
     def step_with_ready_grads(self) -> bool:
         self.optimizer.step()

@@ -114,6 +114,7 @@ class OptimizerConfig:
     muon_momentum: float = 0.95
     muon_nesterov: bool = False
     muon_split_qkv: bool = True
+    muon_split_qkv_per_head: bool = False
     muon_scale_mode: str = "spectral"
     muon_coefficient_type: str = "quintic"
     muon_num_ns_steps: int = 5

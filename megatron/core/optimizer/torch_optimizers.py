@@ -64,6 +64,7 @@ def _make_muon(
         extra_scale_factor=config.muon_extra_scale_factor,
         pg_collection=pg_collection,
         tp_mode=config.muon_tp_mode,
+        split_qkv_per_head=config.muon_split_qkv_per_head,
     )
 
 
