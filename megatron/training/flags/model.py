@@ -64,8 +64,32 @@ MODEL = (
         whole(1),
         128,
     ),
+    Flag(
+        "--recompute-granularity",
+        "Compute the activations of whole layers anew in the backward pass, instead of keeping them.",
+        str,
+        None,
+        ("full",),
+    ),
+    Flag(
+        "--recompute-method",
+        "Of all layers, in stretches (uniform), or of the first ones (block); needs "
+        "--recompute-granularity.",
+        str,
+        None,
+        ("uniform", "block"),
+    ),
+    Flag(
+        "--recompute-num-layers",
+        "Layers of a stretch, or how many of the first; needs --recompute-method.",
+        whole(1),
+    ),
     Flag("--num-experts", "Experts per MoE layer.", whole(1)),
     Flag("--moe-router-topk", "Experts that each token is sent to.", whole(1), 2),
+    Flag(
+        "--moe-router-pre-softmax",
+        "Share a token out by a softmax over all experts, rather than over the chosen ones.",
+    ),
     Flag(
         "--moe-ffn-hidden-size", "Width inside one expert; --ffn-hidden-size by default.", whole(1)
     ),

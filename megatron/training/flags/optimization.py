@@ -74,7 +74,7 @@ OPTIMIZER = (
         "How a matrix cut over ranks is orthogonalised (Megatron: blockwise).",
         str,
         "duplicated",
-        ("duplicated", "distributed", "blockwise"),
+        ("duplicated", "distributed", "blockwise", "layer_sharded"),
     ),
     Flag(
         "--muon-extra-scale-factor",
@@ -87,6 +87,10 @@ OPTIMIZER = (
         "Orthogonalise Q, K and V as the one matrix they are stored in.",
         dest="muon_split_qkv",
         default=True,
+    ),
+    Flag(
+        "--muon-split-qkv-per-head",
+        "Orthogonalise every head of Q, K and V as a matrix of its own.",
     ),
     Flag(
         "--muon-fp32-matmul-prec",

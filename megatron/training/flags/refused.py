@@ -116,6 +116,23 @@ ABSENT: tuple[Refused, ...] = (
     ),
     *_all("check for large gradients", "--check-for-large-grads"),
     *_all("multi-latent attention", "--multi-latent-attention"),
+    Refused("--moe-router-load-balancing-type", "balancing of experts", ("none",)),
+    Refused("--moe-aux-loss-coeff", "balancing of experts", ("0", "0.0")),
+    Refused("--moe-token-dispatcher-type", "exchange of tokens but by all-to-all", ("alltoall",)),
+    *_all(
+        "such part of a mixture of experts",
+        "--moe-z-loss-coeff",
+        "--moe-expert-capacity-factor",
+        "--moe-shared-expert-intermediate-size",
+        "--moe-layer-freq",
+        "--moe-router-score-function",
+        "--moe-router-enable-expert-bias",
+    ),
+    *_all(
+        "recomputation of parts of a layer (see --recompute-granularity full)",
+        "--recompute-activations",
+        "--recompute-modules",
+    ),
     *_all("multi-token prediction", "--mtp-num-layers"),
     *_all("custom layer specs", "--spec"),
     *_all(
@@ -208,12 +225,6 @@ class NotYet:
 
 
 NOT_YET: tuple[NotYet, ...] = (
-    NotYet("--tensor-model-parallel-size", "tensor parallelism", (1,)),
-    NotYet("--tensor-parallel-num-weight-shards", "GTP", (None, 1)),
-    NotYet("--expert-model-parallel-size", "expert parallelism", (1,)),
-    NotYet("--expert-tensor-parallel-size", "expert parallelism", (None, 1)),
-    NotYet("--expert-tensor-parallel-num-weight-shards", "expert GTP", (None, 1)),
-    NotYet("--num-experts", "mixture of experts"),
     NotYet("--layer-wise-param-layout", "layout", (None, "padded", "legacy")),
     NotYet("--save", "saving of checkpoints"),
     NotYet("--load", "loading of checkpoints"),

@@ -62,6 +62,11 @@ def check_model(args: argparse.Namespace) -> None:
             args.moe_router_topk <= args.num_experts,
             f"--moe-router-topk {args.moe_router_topk} is above --num-experts {args.num_experts}",
         )
+        require(
+            args.moe_router_topk > 1 or args.moe_router_pre_softmax,
+            "--moe-router-topk 1 needs --moe-router-pre-softmax: a softmax over one chosen expert is "
+            "always 1, and the router would learn nothing",
+        )
         if args.moe_ffn_hidden_size is None:
             args.moe_ffn_hidden_size = args.ffn_hidden_size
     else:
@@ -69,6 +74,23 @@ def check_model(args: argparse.Namespace) -> None:
             args.moe_ffn_hidden_size is None,
             f"--moe-ffn-hidden-size {args.moe_ffn_hidden_size} needs --num-experts",
         )
+        require(not args.moe_router_pre_softmax, "--moe-router-pre-softmax needs --num-experts")
+    _check_recomputation(args)
+
+
+def _check_recomputation(args: argparse.Namespace) -> None:
+    method, layers = args.recompute_method, args.recompute_num_layers
+    if args.recompute_granularity is None:
+        require(method is None, f"--recompute-method {method} needs --recompute-granularity full")
+        require(
+            layers is None, f"--recompute-num-layers {layers} needs --recompute-granularity full"
+        )
+        return
+    require(
+        method is not None and layers is not None,
+        "--recompute-granularity full needs --recompute-method uniform or block, and "
+        "--recompute-num-layers",
+    )
 
 
 def check_batch(args: argparse.Namespace) -> None:

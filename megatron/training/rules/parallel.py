@@ -28,12 +28,23 @@ def check_parallel(args: argparse.Namespace) -> None:
         f"{world} ranks are not divisible by TP x GTP = {tensor} x {args.gtp_weight_remat_size} = "
         f"{shards} (--tensor-model-parallel-size, --tensor-parallel-num-weight-shards)",
     )
-    for dest in ("num_attention_heads", "num_query_groups", "ffn_hidden_size"):
+    for dest in ("num_attention_heads", "ffn_hidden_size", "moe_ffn_hidden_size"):
         size = getattr(args, dest)
         require(
             size is None or size % tensor == 0,
             f"{flag_name(dest)} {size} is not divisible by --tensor-model-parallel-size {tensor}",
         )
+    groups = args.num_query_groups
+    require(
+        groups is None or groups % tensor == 0 or tensor % groups == 0,
+        f"--num-query-groups {groups} neither divides --tensor-model-parallel-size {tensor} nor is "
+        "divided by it",
+    )
+    require(
+        tensor == 1 or (args.hidden_dropout == 0 and args.attention_dropout == 0),
+        "--hidden-dropout and --attention-dropout need --tensor-model-parallel-size 1: ranks would "
+        "drop other elements of what they share",
+    )
     if args.expert_tensor_parallel_size is None:
         args.expert_tensor_parallel_size = tensor
     if args.expert_tensor_parallel_num_weight_shards is None:
@@ -48,7 +59,20 @@ def check_parallel(args: argparse.Namespace) -> None:
     args.expert_gtp_weight_remat_size = expert_shards // expert_tensor
     if args.num_experts is None:
         require(experts == 1, f"--expert-model-parallel-size {experts} needs --num-experts")
+        require(
+            expert_tensor == tensor,
+            f"--expert-tensor-parallel-size {expert_tensor} needs --num-experts",
+        )
+        require(
+            args.expert_gtp_weight_remat_size == 1,
+            f"--expert-tensor-parallel-num-weight-shards {expert_shards} needs --num-experts",
+        )
     else:
+        require(
+            expert_tensor == tensor,
+            f"--expert-tensor-parallel-size {expert_tensor} is not --tensor-model-parallel-size "
+            f"{tensor}: experts are cut over as many ranks as the rest",
+        )
         require(
             args.num_experts % experts == 0,
             f"--num-experts {args.num_experts} is not divisible by --expert-model-parallel-size "
@@ -108,14 +132,25 @@ def check_precision(args: argparse.Namespace) -> None:
         args.fp8_recipe = None
         return
     require(args.bf16, f"--fp8-format {args.fp8_format} needs --bf16")
-    if args.gtp_weight_remat_size > 1:
-        require(
-            args.fp8_param_gather and args.reuse_grad_buf_for_mxfp8_param_ag,
-            f"--fp8-format {args.fp8_format} under GTP (--tensor-parallel-num-weight-shards "
-            f"{args.tensor_parallel_num_weight_shards}) needs --fp8-param-gather and "
-            "--reuse-grad-buf-for-mxfp8-param-ag",
-        )
+    if args.gtp_weight_remat_size > 1 or args.expert_gtp_weight_remat_size > 1:
+        _check_mxfp8_under_gtp(args)
     _check_mxfp8_shapes(args)
+
+
+def _check_mxfp8_under_gtp(args: argparse.Namespace) -> None:
+    """MXFP8 weights whole, or BF16 weights that are quantised at each use as the reference for them."""
+    require(
+        args.reuse_grad_buf_for_mxfp8_param_ag or not args.fp8_param_gather,
+        f"--fp8-format {args.fp8_format} under GTP (--tensor-parallel-num-weight-shards "
+        f"{args.tensor_parallel_num_weight_shards}) needs --fp8-param-gather and "
+        "--reuse-grad-buf-for-mxfp8-param-ag",
+    )
+    if not args.fp8_param_gather:
+        warn_once(
+            f"--fp8-format {args.fp8_format} under GTP gathers BF16 weights and quantises them at "
+            "every use; with --fp8-param-gather --reuse-grad-buf-for-mxfp8-param-ag they are stored "
+            "and gathered in MXFP8, with the same results"
+        )
 
 
 def _check_mxfp8_shapes(args: argparse.Namespace) -> None:
@@ -129,6 +164,8 @@ def _check_mxfp8_shapes(args: argparse.Namespace) -> None:
         "rows of Q, K and V / TP": (query_rows + 2 * query_groups * args.kv_channels) // tensor,
         "--micro-batch-size x --seq-length": args.micro_batch_size * args.seq_length,
     }
+    if args.num_experts is not None:
+        sizes["--moe-ffn-hidden-size / TP"] = args.moe_ffn_hidden_size // tensor
     if args.sequence_parallel:
         sizes["--micro-batch-size x --seq-length / TP"] = (
             args.micro_batch_size * args.seq_length // tensor
