@@ -80,11 +80,10 @@ class GatherMemory:
             memory = min(fitting, key=torch.Tensor.numel)
             self._free = [m for m in self._free if m is not memory]
         else:
-            # What is too small now would be too small at every pass.
-            if self._free and len(self._free) + self._used >= 2:
-                smallest = min(self._free, key=torch.Tensor.numel)
-                self._free = [m for m in self._free if m is not smallest]
-                del smallest
+            # A piece that is too small now is too small at every pass, so a larger one replaces it.
+            if len(self._free) + self._used >= 2:
+                self._free.sort(key=torch.Tensor.numel)
+                self._free = self._free[1:]
             memory = torch.empty(nbytes, dtype=torch.uint8, device=device)
         self._used += 1
         self._used_bytes += memory.numel()
@@ -95,8 +94,7 @@ class GatherMemory:
         """Ends a use."""
         self._used -= 1
         self._used_bytes -= memory.numel()
-        if len(self._free) + self._used < 2:
-            self._free.append(memory)
+        self._free.append(memory)
 
     def clear(self) -> None:
         """Lets go of what is not in use."""

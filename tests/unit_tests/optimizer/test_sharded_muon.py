@@ -115,6 +115,21 @@ def test_every_cut_gives_the_whole_matrix_s_update(sizes, per_head):
     run_ranks(step_everywhere, RANKS[sizes], SIZES[sizes], False, MODES, options)
 
 
+def put_together(sizes):
+    parallel_state.initialize_model_parallel(**sizes)
+    for name in MATRICES:
+        param, _, groups = make(name, False)
+        matrix = sharded_matrix_of(param, groups)
+        full = matrix.gather(param.detach())
+        assert torch.equal(full, values(name)), name
+        assert torch.equal(matrix.shard(full), param.detach())
+
+
+@pytest.mark.parametrize("sizes", ["tp2", "tp2-gtp4"])
+def test_shards_are_put_together_as_they_were_cut(sizes):
+    run_ranks(put_together, RANKS[sizes], SIZES[sizes])
+
+
 def test_experts_are_put_together_over_their_own_ranks():
     sizes = {
         "expert_model_parallel_size": 2,
