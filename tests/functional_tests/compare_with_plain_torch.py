@@ -1,6 +1,8 @@
 """The main job against a plain one-process loop, loss by loss (law L10).
 
-    python -m tests.functional_tests.compare_with_plain_torch
+    python -m tests.functional_tests.compare_with_plain_torch          data-parallel sizes
+    python -m tests.functional_tests.compare_with_plain_torch --axes   every combination of TP, GTP,
+                                                                       DP, EP and expert GTP
 
 The plain loop has the same model code, the same batches and PyTorch's own AdamW; no buffers, no
 process groups, no optimizer of this project. Its Muon is PyTorch's where both iterate in BF16, and
@@ -19,6 +21,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterable, Iterator
+from itertools import product
 from pathlib import Path
 
 import torch
@@ -46,6 +49,19 @@ FLAGS = [
     *("--muon-coefficient-type", "simple", "--muon-scale-mode", "shape_scaling"),
     *("--distributed-backend", "gloo", "--log-interval", "1000"),
 ]
+
+EXPERTS = ("--num-experts", "4", "--moe-ffn-hidden-size", "32")
+
+
+def axes_flags(tp: int = 1, gtp: int = 1, ep: int = 1, expert_gtp: int = 1) -> list[str]:
+    """The flags of parallel sizes, with a padded vocabulary that does not depend on them."""
+    return [
+        *("--tensor-model-parallel-size", str(tp)),
+        *("--tensor-parallel-num-weight-shards", str(tp * gtp)),
+        *("--expert-model-parallel-size", str(ep)),
+        *("--expert-tensor-parallel-num-weight-shards", str(tp * expert_gtp)),
+        *("--make-vocab-size-divisible-by", str(128 // tp)),
+    ]
 
 
 class Fp32Muon(torch.optim.Optimizer):
@@ -168,9 +184,52 @@ def difference(losses: list[float], reference: list[float]) -> float:
     return max(abs(a - b) / abs(b) for a, b in zip(losses, reference, strict=True))
 
 
+def compare_axes(modes: tuple[str, ...] = ("duplicated", "distributed")) -> int:
+    """Prints the largest difference of every combination of parallel axes; returns the exit code."""
+    fp32 = [*FLAGS, "--muon-fp32-matmul-prec", "highest", "--mock-data"]
+    dense = plain_losses(fp32, bf16_iteration=False)
+    experts = plain_losses([*fp32, *EXPERTS], bf16_iteration=False)
+    print(f"Largest relative difference over {STEPS} steps, everything in FP32")
+    print(
+        f"{'TP':>4}{'GTP':>5}{'DP':>4}{'EP':>4}{'expert GTP':>12}"
+        + "".join(f"{m:>14}" for m in modes)
+    )
+    worst = 0.0
+    for tp, gtp, dp in product((1, 2), (1, 2, 4), (1, 2)):
+        if tp * gtp * dp <= 8:
+            flags = [*fp32, *axes_flags(tp, gtp)]
+            worst = max(worst, _row((tp, gtp, dp, "-", "-"), tp * gtp * dp, flags, modes, dense))
+    for ep, expert_gtp in product((1, 2), (1, 2)):
+        for gtp in (1, expert_gtp) if expert_gtp > 1 else (1,):
+            ranks = max(ep * expert_gtp, gtp, 2)
+            flags = [*fp32, *EXPERTS, *axes_flags(1, gtp, ep, expert_gtp)]
+            sizes = (1, gtp, ranks // gtp, ep, expert_gtp)
+            worst = max(worst, _row(sizes, ranks, flags, modes, experts))
+    print(f"{'within' if worst <= TOLERANCE else 'NOT within'} {TOLERANCE:g}")
+    return 0 if worst <= TOLERANCE else 1
+
+
+def _row(
+    sizes: tuple[object, ...],
+    ranks: int,
+    flags: list[str],
+    modes: tuple[str, ...],
+    reference: list[float],
+) -> float:
+    found = [
+        difference(job_losses(ranks, [*flags, "--muon-tp-mode", mode]), reference) for mode in modes
+    ]
+    widths = (4, 5, 4, 4, 12)
+    line = "".join(f"{size!s:>{width}}" for size, width in zip(sizes, widths, strict=True))
+    print(line + "".join(f"{value:>14.2e}" for value in found), flush=True)
+    return max(found)
+
+
 def main() -> int:
     """Prints the table; returns the exit code."""
     torch.set_num_threads(1)
+    if "--axes" in sys.argv[1:]:
+        return compare_axes()
     fp32 = [*FLAGS, "--muon-fp32-matmul-prec", "highest"]
     bf16 = [*FLAGS, "--muon-fp32-matmul-prec", "medium"]
     plain = plain_losses(fp32, bf16_iteration=False)

@@ -1,4 +1,4 @@
-"""Law L10: data-parallel sizes change only rounding, against a plain one-process loop."""
+"""Law L10: parallel sizes change only rounding, against a plain one-process loop."""
 
 from __future__ import annotations
 
@@ -10,9 +10,18 @@ import torch
 import pretrain_gpt
 from megatron.training.arguments import parse_and_validate_args
 from megatron.training.training import pretrain
+from tests.functional_tests.jobs import losses_of, run_jobs
 from tests.ranks import run_ranks
 
-from .compare_with_plain_torch import FLAGS, TOLERANCE, difference, losses_in, plain_losses
+from .compare_with_plain_torch import (
+    EXPERTS,
+    FLAGS,
+    TOLERANCE,
+    axes_flags,
+    difference,
+    losses_in,
+    plain_losses,
+)
 
 SMALL = [
     *FLAGS,
@@ -22,10 +31,10 @@ SMALL = [
 ]
 
 
-def plain() -> list[float]:
+def plain(*more: str) -> list[float]:
     """The oracle's losses."""
     try:
-        return plain_losses(SMALL, bf16_iteration=False)
+        return plain_losses([*SMALL, *more], bf16_iteration=False)
     finally:
         torch.use_deterministic_algorithms(False)
 
@@ -69,3 +78,24 @@ def test_losses_agree_with_a_plain_loop(
     losses = losses_in(metrics)
     assert reference[-1] < reference[0] - 0.1, "a model that learns nothing proves nothing"
     assert difference(losses, reference) < TOLERANCE
+
+
+@pytest.mark.parametrize(
+    ("tp", "gtp", "dp", "mode"),
+    [(1, 2, 2, "duplicated"), (2, 2, 1, "distributed"), (1, 4, 1, "distributed")],
+)
+def test_tensor_parallel_and_gtp_agree_with_a_plain_loop(
+    tp: int, gtp: int, dp: int, mode: str, reference: list[float]
+) -> None:
+    # With 32 rows and shards of at least 16, two of four GTP ranks hold only padding.
+    flags = [*SMALL, *axes_flags(tp, gtp), "--muon-tp-mode", mode]
+    (lines,) = run_jobs(tp * gtp * dp, flags)
+    assert difference(losses_of(lines), reference) < TOLERANCE
+
+
+def test_experts_agree_with_a_plain_loop() -> None:
+    reference = run_ranks(plain, 1, *EXPERTS)[0]
+    flags = [*SMALL, *EXPERTS, *axes_flags(gtp=2, ep=2, expert_gtp=2)]
+    (lines,) = run_jobs(4, [*flags, "--muon-tp-mode", "distributed"])
+    assert reference[-1] < reference[0] - 0.1
+    assert difference(losses_of(lines), reference) < TOLERANCE

@@ -221,5 +221,3 @@ def nan_on_one_rank():
 
 def test_a_nan_on_one_rank_reaches_all():
     assert run_ranks(nan_on_one_rank, 2) == [True, True]
-
-
