@@ -189,6 +189,10 @@ def check_optimizer(args: argparse.Namespace) -> None:
         args.optimizer != "muon" or not args.fp16,
         "--optimizer muon works with --bf16 or in FP32, not with --fp16",
     )
+    require(
+        args.muon_split_qkv or not args.muon_split_qkv_per_head,
+        "--muon-split-qkv-per-head and --muon-no-split-qkv exclude each other; give one",
+    )
     layer_wise = args.optimizer == "muon" and args.use_distributed_optimizer
     chosen = args.layer_wise_param_layout
     if not args.use_layer_wise_param_layout:

@@ -130,6 +130,80 @@ REFUSALS: list[tuple[tuple[str, ...], int, tuple[str, ...]]] = [
         2,
         ("--num-distributed-optimizer-instances 2", "--optimizer muon"),
     ),
+    (
+        ("--tensor-model-parallel-size", "2", "--tensor-parallel-num-weight-shards", "3"),
+        6,
+        ("--tensor-parallel-num-weight-shards 3", "--tensor-model-parallel-size 2"),
+    ),
+    (
+        ("--tensor-model-parallel-size", "2", "--tensor-parallel-num-weight-shards", "4"),
+        6,
+        ("6 ranks", "TP x GTP = 2 x 2 = 4"),
+    ),
+    (
+        (
+            *("--tensor-model-parallel-size", "4", "--group-query-attention"),
+            *("--num-query-groups", "3", "--num-attention-heads", "12", "--kv-channels", "8"),
+        ),
+        4,
+        ("--num-query-groups 3", "--tensor-model-parallel-size 4"),
+    ),
+    (
+        ("--tensor-model-parallel-size", "2", "--hidden-dropout", "0.1"),
+        2,
+        ("--hidden-dropout", "--tensor-model-parallel-size 1"),
+    ),
+    (("--sequence-parallel",), 1, ("--sequence-parallel", "--tensor-model-parallel-size")),
+    (("--expert-model-parallel-size", "2"), 2, ("--expert-model-parallel-size 2", "--num-experts")),
+    (
+        ("--expert-tensor-parallel-num-weight-shards", "2"),
+        2,
+        ("--expert-tensor-parallel-num-weight-shards 2", "--num-experts"),
+    ),
+    (
+        ("--num-experts", "4", "--expert-tensor-parallel-size", "2"),
+        2,
+        ("--expert-tensor-parallel-size 2", "--tensor-model-parallel-size 1"),
+    ),
+    (
+        ("--num-experts", "3", "--expert-model-parallel-size", "2"),
+        2,
+        ("--num-experts 3", "--expert-model-parallel-size 2"),
+    ),
+    (
+        (
+            *("--num-experts", "4", "--expert-model-parallel-size", "2"),
+            *("--expert-tensor-parallel-num-weight-shards", "2"),
+        ),
+        2,
+        ("2 ranks", "2 x 2 = 4"),
+    ),
+    (
+        ("--num-experts", "4", "--moe-router-topk", "1"),
+        1,
+        ("--moe-router-topk 1", "--moe-router-pre-softmax"),
+    ),
+    (("--moe-router-pre-softmax",), 1, ("--moe-router-pre-softmax", "--num-experts")),
+    (
+        (
+            *(*MUON, "--bf16", "--fp8-format", "e4m3", "--fp8-param-gather"),
+            *("--tensor-parallel-num-weight-shards", "2"),
+        ),
+        2,
+        ("--fp8-param-gather", "--reuse-grad-buf-for-mxfp8-param-ag", "GTP"),
+    ),
+    (
+        (*MUON, "--ddp-average-in-collective", "--tensor-parallel-num-weight-shards", "2"),
+        2,
+        ("--ddp-average-in-collective", "GTP"),
+    ),
+    (
+        (*MUON, "--muon-no-split-qkv", "--muon-split-qkv-per-head"),
+        1,
+        ("--muon-split-qkv-per-head", "--muon-no-split-qkv"),
+    ),
+    (("--recompute-method", "block"), 1, ("--recompute-method block", "--recompute-granularity")),
+    (("--recompute-granularity", "full"), 1, ("--recompute-method", "--recompute-num-layers")),
     (("--mock-data", "--data-path", "x"), 1, ("--mock-data", "--data-path")),
     (("--tokenizer-type", "HuggingFaceTokenizer"), 1, ("--tokenizer-model",)),
     (("--tokenizer-type", "NullTokenizer"), 1, ("NullTokenizer", "--vocab-size")),
