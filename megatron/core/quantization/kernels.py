@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import functools
+import importlib
+import importlib.util
 from collections.abc import Sequence
 from dataclasses import dataclass
+from types import ModuleType
 
 import torch
 
@@ -62,14 +66,30 @@ def empty_storage(
 def quantize_many(sources: Sequence[torch.Tensor], destinations: Sequence[Storage]) -> None:
     """Quantises each ``[M, K]`` source (BF16, FP16 or FP32) into the storage of the same number.
 
-    All directions that a storage has are made from the source, in one pass over it where the kernel
-    allows; many matrices go in as few launches as the kernel allows.
+    All directions that a storage has are made from the source. Where everything is on NVIDIA GPUs and
+    Triton is installed that is one pass over the source, and many matrices go in one launch.
     """
+    tensors = [*sources, *(tensor for storage in destinations for tensor in storage.tensors())]
+    if tensors and all(tensor.is_cuda for tensor in tensors):
+        triton_kernels = _triton_kernels()
+        if triton_kernels is not None and triton_kernels.is_available(tensors[0]):
+            triton_kernels.quantize_many_triton(sources, destinations)
+            return
     for source, storage in zip(sources, destinations, strict=True):
-        _quantize_reference(source, storage)
+        quantize_reference(source, storage)
 
 
-def _quantize_reference(source: torch.Tensor, storage: Storage) -> None:
+@functools.cache
+def _triton_kernels() -> ModuleType | None:
+    """The Triton kernels, ``None`` where Triton, an optional extra, is not installed."""
+    if importlib.util.find_spec("triton") is None:
+        return None
+    # Not imported above: Triton takes a while, and on a CPU nothing here needs it.
+    return importlib.import_module("megatron.core.quantization.triton_kernels")
+
+
+def quantize_reference(source: torch.Tensor, storage: Storage) -> None:
+    """What :func:`quantize_many` does to one matrix, in plain PyTorch on any device."""
     if storage.is_2d:
         data, row_scale, column_scale = reference.quantize_2d(source)
         for target, value in (
