@@ -17,10 +17,10 @@ import torch
 import torch.distributed as dist
 
 import pretrain_gpt
-from megatron.core.models.gpt import pad_vocab_size
+from megatron.core.models.gpt import GPTModel, pad_vocab_size
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.quantization import MXFP8Tensor
-from megatron.core.tensor_parallel.gtp_chain import Direction
+from megatron.core.tensor_parallel.gtp_chain import Direction, Gathered, GTPChain
 from megatron.training.arguments import core_transformer_config_from_args, parse_and_validate_args
 from megatron.training.failure import one_error_per_job
 from megatron.training.initialize import initialize_megatron, leave_job
@@ -77,13 +77,15 @@ def main() -> None:
     for param in model.parameters():
         if hasattr(param, "clear_high_precision_init_val"):
             param.clear_high_precision_init_val()
-    chain, params = model.gtp_chain, dict(model.named_parameters())
+    assert isinstance(model, GPTModel)
+    chain = model.gtp_chain
+    params: dict[str, torch.Tensor] = dict(model.named_parameters())
     known = storages([param.detach() for param in params.values()])
 
     peaks = []
     acquire = chain.acquire
 
-    def watched(param: torch.Tensor, direction: Direction) -> object:
+    def watched(param: torch.Tensor, direction: Direction) -> Gathered:
         gathered = acquire(param, direction)
         with torch.no_grad():
             peaks.append(held_for_gathers(known))
@@ -93,33 +95,32 @@ def main() -> None:
     for number in range(PASSES):
         if number == PASSES - 1:
             # Without gradients, so that no other bytes are alive than gathered weights.
-            chain.acquire = watched  # type: ignore[method-assign, assignment]
+            chain.acquire = watched  # type: ignore[method-assign]
             with torch.no_grad():
                 model(tokens, labels=tokens)
         else:
             model(tokens, labels=tokens).mean().backward()
 
     if dist.get_rank() == 0:
-        _print_gathers(model, params)
+        _print_gathers(chain, params)
         _print_memory(args.gtp_weight_remat_size, params, known, max(peaks, default=0))
     leave_job()
 
 
-def _print_gathers(model: torch.nn.Module, params: dict[str, torch.Tensor]) -> None:
+def _print_gathers(chain: GTPChain, params: dict[str, torch.Tensor]) -> None:
     kinds: dict[str, list[tuple[int, int]]] = defaultdict(list)
     for name, param in params.items():
         if hasattr(param, "gtp_remat"):
             kind = ".".join(part for part in name.split(".") if not part.isdigit())
-            counts = [model.gtp_chain.gathers[id(param), way] for way in Direction]  # type: ignore[union-attr, index]
-            kinds[kind].append((counts[0], counts[1]))
+            forward, dgrad = (chain.gathers[id(param), way] for way in Direction)
+            kinds[kind].append((forward, dgrad))
     trained = PASSES - 1
     print(f"gathers in {trained} passes with gradients and 1 without, per weight")
     print(f"{'weight':<45}{'weights':>8}{'forward':>9}{'dgrad':>7}")
     for kind, found in kinds.items():
-        counts = {pair for pair in found}
-        for forward, dgrad in sorted(counts):
+        for forward, dgrad in sorted(set(found)):
             print(f"{kind:<45}{found.count((forward, dgrad)):>8}{forward:>9}{dgrad:>7}")
-    print(f"gathered and not used: {model.gtp_chain.wasted}")  # type: ignore[union-attr]
+    print(f"gathered and not used: {chain.wasted}")
 
 
 def _print_memory(
