@@ -29,6 +29,7 @@ if __name__ == "__main__":
 from megatron.core.fp8_utils import copy_tensors_to_quantized_params
 from megatron.core.quantization import MXFP8Quantizer, MXFP8Tensor, Storage
 from megatron.core.quantization import format as reference
+from megatron.core.quantization.casts import cast_many
 from megatron.core.quantization.kernels import quantize_reference
 
 LAYER = {
@@ -165,6 +166,10 @@ def report_staging(shapes: list[tuple[int, int]], rate: float, repeats: int) -> 
     slots = [slot.view(s) for slot, s in zip(transport.split(sizes), shapes, strict=True)]
     times = measure(lambda: torch._foreach_copy_(slots, masters), repeats)
     print_row("staging, torch._foreach_copy_ FP32 to BF16", times, 6 * sum(sizes), rate)
+    wanted = transport.clone()
+    times = measure(lambda: cast_many(slots, masters), repeats)
+    print_row("staging, kernel", times, 6 * sum(sizes), rate)
+    print(f"bits equal to torch's: {torch.equal(transport, wanted)}")
 
 
 def report_tiles(sources: list[torch.Tensor], rate: float, repeats: int) -> None:

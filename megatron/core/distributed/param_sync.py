@@ -23,6 +23,7 @@ import torch.distributed as dist
 from megatron.core.collectives import Work, all_gather_into_tensor, all_gather_uneven
 from megatron.core.distributed.buffer import ParamShard, _ParamAndGradBucket, shard_buffer
 from megatron.core.fp8_utils import copy_tensors_to_quantized_params, forget_quantized_weights
+from megatron.core.quantization.casts import cast_many
 
 
 class ParamSync(Protocol):
@@ -134,7 +135,7 @@ class WholeParamGather:
             return
         if self._bucket.has_quantized_params:
             masters = [_master_of(self._bucket, param, param.numel()) for param in params]
-            torch._foreach_copy_([slot.view(-1) for slot in slots], masters)
+            cast_many(slots, masters)
         else:
             torch._foreach_copy_(slots, [param.detach() for param in params])
 
@@ -187,7 +188,7 @@ def _cast_masters(bucket: _ParamAndGradBucket, shards: list[ParamShard]) -> None
         return
     slots = [bucket.param_data[shard.bucket_start : shard.bucket_end] for shard in shards]
     masters = [_master_of(bucket, shard.param, shard.end - shard.start) for shard in shards]
-    torch._foreach_copy_(slots, masters)
+    cast_many(slots, masters)
 
 
 def _master_of(bucket: _ParamAndGradBucket, param: torch.nn.Parameter, numel: int) -> torch.Tensor:

@@ -31,6 +31,7 @@ from megatron.core.optimizer.grad_scaler import MegatronGradScaler
 from megatron.core.optimizer.main_params import MainParam, make_main_param
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.quantization.casts import cast_many
 
 StepResult = tuple[bool, float | None, int | None]
 
@@ -278,7 +279,7 @@ class MainParamOptimizer(MegatronOptimizer):
             if record.is_master:
                 (quantized if is_float8tensor(record.model_param) else plain).append(record)
         if plain:
-            torch._foreach_copy_(
+            cast_many(
                 [record.model_view() for record in plain], [record.main_param for record in plain]
             )
             forget_quantized_weights(record.model_param for record in plain)
