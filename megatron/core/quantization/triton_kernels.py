@@ -31,7 +31,9 @@ class Tile(NamedTuple):
     warps: int
 
 
-DEFAULT_TILE = Tile(rows=64, columns=128, warps=4)
+# The fastest of those tried on an H200 (benchmarks/mxfp8_install.py --sweep), for 1-D and 2-D scaling.
+DEFAULT_TILE = Tile(rows=32, columns=128, warps=2)
+DEFAULT_2D_TILE = Tile(rows=64, columns=128, warps=4)
 
 # As what a kernel loads the elements of a source; of BF16, the bits.
 _SOURCE_TYPES = {torch.bfloat16: tl.uint16, torch.float16: tl.float16, torch.float32: tl.float32}
@@ -299,7 +301,7 @@ def _plan(source: torch.Tensor, storage: Storage) -> tuple[_Launch, _Matrix]:
 def quantize_many_triton(
     sources: Sequence[torch.Tensor],
     destinations: Sequence[Storage],
-    tile: Tile = DEFAULT_TILE,
+    tile: Tile | None = None,
 ) -> None:
     """Quantises each source into the storage of the same number; the bytes equal the reference's.
 
@@ -310,7 +312,7 @@ def quantize_many_triton(
         sources: ``[M, K]`` in BF16, FP16 or FP32, on one GPU with their storages (on the CPU if
             Triton interprets, ``TRITON_INTERPRET=1``).
         destinations: As many storages; a direction that is ``None`` is not made.
-        tile: Size of a program's work; the bytes do not depend on it.
+        tile: Size of a program's work, the fastest one if ``None``; the bytes do not depend on it.
 
     Raises:
         ValueError: If a dtype, a shape or a storage's memory does not fit.
@@ -327,7 +329,8 @@ def quantize_many_triton(
         on_gpu = device.type == "cuda"
         with torch.cuda.device(device) if on_gpu else contextlib.nullcontext():
             stream = torch.cuda.current_stream(device).cuda_stream if on_gpu else 0
-            table, matrix_of_tile = _tables(tuple(matrices), device, stream, tile)
+            size = tile or (DEFAULT_2D_TILE if launch.is_2d else DEFAULT_TILE)
+            table, matrix_of_tile = _tables(tuple(matrices), device, stream, size)
             _quantize_tiles[(matrix_of_tile.numel(),)](
                 table,
                 matrix_of_tile,
@@ -337,7 +340,7 @@ def quantize_many_triton(
                 IS_2D=launch.is_2d,
                 ALIGNED=launch.aligned,
                 HARDWARE_CAST=_has_hardware_cast(device),
-                TILE_ROWS=tile.rows,
-                TILE_COLUMNS=tile.columns,
-                num_warps=tile.warps,
+                TILE_ROWS=size.rows,
+                TILE_COLUMNS=size.columns,
+                num_warps=size.warps,
             )

@@ -66,11 +66,11 @@ def assert_equal(
     tile: tuple[int, int, int] | None = None,
 ) -> None:
     """All sources in all given ways in one call, against the reference."""
-    from megatron.core.quantization.triton_kernels import DEFAULT_TILE, Tile, quantize_many_triton
+    from megatron.core.quantization.triton_kernels import Tile, quantize_many_triton
 
     jobs = [(s.to(device), d, is_2d) for s in sources for d in directions for is_2d in scalings]
     results = [filled(tuple(s.shape), device, d, is_2d) for s, d, is_2d in jobs]
-    quantize_many_triton([s for s, _, _ in jobs], results, Tile(*tile) if tile else DEFAULT_TILE)
+    quantize_many_triton([s for s, _, _ in jobs], results, Tile(*tile) if tile else None)
     for (source, direction, is_2d), result in zip(jobs, results, strict=True):
         expected = filled(tuple(source.shape), "cpu", direction, is_2d)
         # The CPU is the judge: a GPU's own reference could share what is wrong with the kernel.
