@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from typing import Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
 from torch.optim.optimizer import ParamsT
 
+from megatron.core.optimizer.cuda_support import has_kernels
+from megatron.core.optimizer.muon_parts import PartShape
 from megatron.core.optimizer.newton_schulz import (
     check_precision,
     get_coefficients,
@@ -29,6 +31,9 @@ from megatron.core.optimizer.sharded_muon import (
     layer_sharded,
 )
 from megatron.core.process_groups_config import ProcessGroupCollection
+
+if TYPE_CHECKING:
+    from megatron.core.optimizer.muon_cuda import MuonOnCuda
 
 TPMode = Literal["blockwise", "duplicated", "distributed", "layer_sharded"]
 
@@ -111,6 +116,7 @@ class TensorParallelMuon(torch.optim.Optimizer):
         self.tp_mode = tp_mode
         self.split_qkv_per_head = split_qkv_per_head
         self._matrices: dict[torch.Tensor, ShardedMatrix | None] = {}
+        self._on_cuda: MuonOnCuda | None = None
         defaults = {
             "lr": lr,
             "momentum": momentum,
@@ -150,6 +156,9 @@ class TensorParallelMuon(torch.optim.Optimizer):
             self._parts_of(param, tuple(param.shape) if matrix is None else matrix.shape)
             for param, matrix in zip(params, matrices, strict=True)
         ]
+        if all(matrix is None for matrix in matrices) and self._fits_cuda(group, params):
+            self._step_on_cuda(group, params, parts)
+            return
         grads = [param.grad for param in params if param.grad is not None]
         lr, decay, momentum = group["lr"], group["weight_decay"], group["momentum"]
         if decay and not self.use_decoupled_weight_decay:
@@ -168,6 +177,66 @@ class TensorParallelMuon(torch.optim.Optimizer):
                 param.view(rows.view_shape)[rows.index].add_(orthogonal, alpha=-lr * scale)
         for param, result in self._sharded_updates(cut):
             param.add_(result, alpha=-lr)
+
+    def _fits_cuda(self, group: dict[str, Any], params: list[torch.Tensor]) -> bool:
+        """Whether the fused step on CUDA, which iterates in 16 bits, is what is asked for."""
+        tensors = [tensor for param in params for tensor in (param, param.grad)]
+        return (
+            self.fp32_matmul_prec == "medium"
+            and (self.use_decoupled_weight_decay or not group["weight_decay"])
+            and has_kernels(params[0])
+            and all(
+                t is not None and t.dtype == torch.float32 and t.is_contiguous() for t in tensors
+            )
+        )
+
+    def _step_on_cuda(
+        self, group: dict[str, Any], params: list[torch.Tensor], parts: list[list[_Rows]]
+    ) -> None:
+        # Here, because it needs Triton.
+        from megatron.core.optimizer.muon_cuda import MuonOnCuda
+
+        def shapes() -> list[PartShape]:
+            return [
+                shape
+                for number, (param, rows_of) in enumerate(zip(params, parts, strict=True))
+                for rows in rows_of
+                for shape in self._part_shapes(number, rows, param.size(0), param.size(1))
+            ]
+
+        if self._on_cuda is None:
+            self._on_cuda = MuonOnCuda(get_coefficients(self.coefficient_type, self.num_ns_steps))
+        self._on_cuda.step(
+            shapes,
+            [param.grad for param in params if param.grad is not None],
+            [self._momentum_buffer(param) for param in params],
+            params,
+            group["momentum"],
+            group["nesterov"],
+            group["lr"],
+            1 - group["lr"] * group["weight_decay"],
+        )
+
+    def _part_shapes(
+        self, matrix: int, rows: _Rows, total_rows: int, columns: int
+    ) -> list[PartShape]:
+        """The matrices of ``rows``, one or as many as there are heads."""
+        if rows.is_batch:
+            count = rows.view_shape[1]
+            return [
+                PartShape(
+                    matrix, total_rows, first, count, count, columns, self._factor(count, columns)
+                )
+                for first in range(0, total_rows, count)
+            ]
+        if isinstance(rows.index, slice):
+            factor = self._factor(total_rows, columns)
+            return [PartShape(matrix, total_rows, 0, total_rows, total_rows, columns, factor)]
+        groups, period, _ = rows.view_shape
+        start, end = rows.index[1].start, rows.index[1].stop
+        count = groups * (end - start)
+        factor = self._factor(count, columns)
+        return [PartShape(matrix, period, start, end - start, count, columns, factor)]
 
     def _sharded_updates(
         self, cut: list[tuple[torch.Tensor, list[_Rows], Update]]
