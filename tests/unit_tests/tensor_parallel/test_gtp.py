@@ -231,24 +231,31 @@ def test_every_weight_is_gathered_once_a_pass_and_direction(fp8, tied, recompute
         assert len(cut) == 4 * LAYERS + (1 if tied else 2)
 
 
-def live_bytes_beyond(known):
+def live_byte_storages():
+    """Address and storage of all byte tensors of this process, whoever made them."""
     gc.collect()
-    storages = {}
-    for item in gc.get_objects():
-        if issubclass(type(item), torch.Tensor) and not issubclass(type(item), MXFP8Tensor):
-            storage = item.untyped_storage()
-            if item.dtype == torch.uint8 and storage.data_ptr() not in known:
-                storages[storage.data_ptr()] = storage.nbytes()
-    return sum(storages.values())
+    tensors = [
+        item
+        for item in gc.get_objects()
+        if issubclass(type(item), torch.Tensor) and not issubclass(type(item), MXFP8Tensor)
+    ]
+    storages = [t.untyped_storage() for t in tensors if t.dtype == torch.uint8]
+    return {storage.data_ptr(): storage for storage in storages}
+
+
+def live_bytes_beyond(known):
+    return sum(s.nbytes() for place, s in live_byte_storages().items() if place not in known)
 
 
 def measure_gathered(fp8):
     """The most bytes of gathered weights that are alive when one is asked for, and what it may be."""
     parallel_state.initialize_model_parallel(gtp_remat_size=2)
+    # Of earlier work in this process; kept, so that no address is taken again.
+    before = live_byte_storages()
     model = gpt(fp8)
     for step in range(2):
         model(tokens(step), labels=tokens(step)).mean().backward()
-    known = set()
+    known = set(before)
     for param in model.parameters():
         pieces = param.storage_bytes.tensors() if isinstance(param, MXFP8Tensor) else [param.data]
         known |= {piece.untyped_storage().data_ptr() for piece in pieces}
