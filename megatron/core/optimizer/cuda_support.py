@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from functools import lru_cache
 from importlib.util import find_spec
 
 import torch
@@ -11,10 +12,12 @@ import torch
 _INTERPRETED = "TRITON_INTERPRET"
 
 
-def has_kernels(tensor: torch.Tensor) -> bool:
-    """Whether kernels can take ``tensor``: Triton is there, and a GPU of compute capability 8 or more."""
+@lru_cache
+def has_kernels(device: torch.device) -> bool:
+    """Whether kernels can take tensors of ``device``: Triton is there, and a GPU with a copy engine
+    for tiles (compute capability 9 or more)."""
     if find_spec("triton") is None:
         return False
-    if tensor.is_cuda:
-        return torch.cuda.get_device_capability(tensor.device)[0] >= 8
+    if device.type == "cuda":
+        return torch.cuda.get_device_capability(device)[0] >= 9
     return os.environ.get(_INTERPRETED) == "1"

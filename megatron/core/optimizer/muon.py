@@ -14,7 +14,7 @@ import torch
 from torch.optim.optimizer import ParamsT
 
 from megatron.core.optimizer.cuda_support import has_kernels
-from megatron.core.optimizer.muon_parts import PartShape
+from megatron.core.optimizer.muon_parts import PartRows, PartShape
 from megatron.core.optimizer.newton_schulz import (
     check_precision,
     get_coefficients,
@@ -117,6 +117,7 @@ class TensorParallelMuon(torch.optim.Optimizer):
         self.split_qkv_per_head = split_qkv_per_head
         self._matrices: dict[torch.Tensor, ShardedMatrix | None] = {}
         self._on_cuda: MuonOnCuda | None = None
+        self._tiles_fit: dict[torch.Tensor, bool] = {}
         defaults = {
             "lr": lr,
             "momentum": momentum,
@@ -149,16 +150,40 @@ class TensorParallelMuon(torch.optim.Optimizer):
                 self._step_group(group, params)
         return loss
 
+    def check_graph_capture(self) -> None:
+        """Raises :class:`ValueError` if a step over these parameters cannot be a CUDA graph."""
+        for group in self.param_groups:
+            for param in group["params"]:
+                if self._matrix_of(param) is not None or not self._fits_cuda(group, param):
+                    raise ValueError(
+                        "a CUDA graph of Muon's step needs whole FP32 matrices on a GPU of compute "
+                        "capability 9 or more with Triton, rows and columns in multiples of 8, "
+                        "fp32_matmul_prec='medium' and decoupled weight decay; one of shape "
+                        f"{tuple(param.shape)} is not so: set optimizer_cuda_graph=False"
+                    )
+
     def _step_group(self, group: dict[str, Any], params: list[torch.Tensor]) -> None:
         # First, so that a matrix that is refused leaves all as they are.
-        matrices = [self._matrix_of(param) for param in params]
+        matrices = {param: self._matrix_of(param) for param in params}
+        fused = [p for p in params if matrices[p] is None and self._fits_cuda(group, p)]
+        if fused:
+            self._step_on_cuda(group, fused)
+            taken = set(fused)
+            params = [param for param in params if param not in taken]
+        if params:
+            self._step_by_operations(group, params, matrices)
+
+    def _step_by_operations(
+        self,
+        group: dict[str, Any],
+        params: list[torch.Tensor],
+        matrices: dict[torch.Tensor, ShardedMatrix | None],
+    ) -> None:
         parts = [
             self._parts_of(param, tuple(param.shape) if matrix is None else matrix.shape)
-            for param, matrix in zip(params, matrices, strict=True)
+            for param in params
+            for matrix in (matrices[param],)
         ]
-        if all(matrix is None for matrix in matrices) and self._fits_cuda(group, params):
-            self._step_on_cuda(group, params, parts)
-            return
         grads = [param.grad for param in params if param.grad is not None]
         lr, decay, momentum = group["lr"], group["weight_decay"], group["momentum"]
         if decay and not self.use_decoupled_weight_decay:
@@ -168,8 +193,9 @@ class TensorParallelMuon(torch.optim.Optimizer):
         updates = torch._foreach_lerp(grads, buffers, momentum) if group["nesterov"] else buffers
         if decay and self.use_decoupled_weight_decay:
             torch._foreach_mul_(params, 1 - lr * decay)
-        cut: list[tuple[torch.Tensor, list[_Rows], Update]] = []
-        for param, matrix, rows_of, update in zip(params, matrices, parts, updates, strict=True):
+        cut: list[tuple[torch.Tensor, list[PartRows], Update]] = []
+        for param, rows_of, update in zip(params, parts, updates, strict=True):
+            matrix = matrices[param]
             if matrix is not None:
                 cut.append((param, rows_of, Update(matrix, update)))
                 continue
@@ -178,30 +204,33 @@ class TensorParallelMuon(torch.optim.Optimizer):
         for param, result in self._sharded_updates(cut):
             param.add_(result, alpha=-lr)
 
-    def _fits_cuda(self, group: dict[str, Any], params: list[torch.Tensor]) -> bool:
+    def _fits_cuda(self, group: dict[str, Any], param: torch.Tensor) -> bool:
         """Whether the fused step on CUDA, which iterates in 16 bits, is what is asked for."""
-        tensors = [tensor for param in params for tensor in (param, param.grad)]
+        grad = param.grad if param.grad is not None else param
         return (
             self.fp32_matmul_prec == "medium"
             and (self.use_decoupled_weight_decay or not group["weight_decay"])
-            and has_kernels(params[0])
-            and all(
-                t is not None and t.dtype == torch.float32 and t.is_contiguous() for t in tensors
-            )
+            and has_kernels(param.device)
+            and param.dtype == torch.float32
+            and grad.dtype == torch.float32
+            and param.is_contiguous()
+            and grad.is_contiguous()
+            and self._fits_tiles(param)
         )
 
-    def _step_on_cuda(
-        self, group: dict[str, Any], params: list[torch.Tensor], parts: list[list[_Rows]]
-    ) -> None:
+    def _fits_tiles(self, param: torch.Tensor) -> bool:
+        if param not in self._tiles_fit:
+            shapes = self._part_shapes(0, param)
+            self._tiles_fit[param] = all(shape.fits_tiles for shape in shapes)
+        return self._tiles_fit[param]
+
+    def _step_on_cuda(self, group: dict[str, Any], params: list[torch.Tensor]) -> None:
         # Here, because it needs Triton.
         from megatron.core.optimizer.muon_cuda import MuonOnCuda
 
         def shapes() -> list[PartShape]:
             return [
-                shape
-                for number, (param, rows_of) in enumerate(zip(params, parts, strict=True))
-                for rows in rows_of
-                for shape in self._part_shapes(number, rows, param.size(0), param.size(1))
+                s for number, param in enumerate(params) for s in self._part_shapes(number, param)
             ]
 
         if self._on_cuda is None:
@@ -214,32 +243,20 @@ class TensorParallelMuon(torch.optim.Optimizer):
             group["momentum"],
             group["nesterov"],
             group["lr"],
-            1 - group["lr"] * group["weight_decay"],
+            group["weight_decay"],
         )
 
-    def _part_shapes(
-        self, matrix: int, rows: _Rows, total_rows: int, columns: int
-    ) -> list[PartShape]:
-        """The matrices of ``rows``, one or as many as there are heads."""
-        if rows.is_batch:
-            count = rows.view_shape[1]
-            return [
-                PartShape(
-                    matrix, total_rows, first, count, count, columns, self._factor(count, columns)
-                )
-                for first in range(0, total_rows, count)
-            ]
-        if isinstance(rows.index, slice):
-            factor = self._factor(total_rows, columns)
-            return [PartShape(matrix, total_rows, 0, total_rows, total_rows, columns, factor)]
-        groups, period, _ = rows.view_shape
-        start, end = rows.index[1].start, rows.index[1].stop
-        count = groups * (end - start)
-        factor = self._factor(count, columns)
-        return [PartShape(matrix, period, start, end - start, count, columns, factor)]
+    def _part_shapes(self, number: int, param: torch.Tensor) -> list[PartShape]:
+        """The matrices of a whole parameter, which is the one of this ``number``."""
+        shape = (param.size(0), param.size(1))
+        return [
+            part
+            for rows in self._parts_of(param, shape)
+            for part in rows.shapes(number, *shape, self._factor)
+        ]
 
     def _sharded_updates(
-        self, cut: list[tuple[torch.Tensor, list[_Rows], Update]]
+        self, cut: list[tuple[torch.Tensor, list[PartRows], Update]]
     ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Parameters and the FP32 updates of their shards, scaled."""
         updates = [update for _, _, update in cut]
@@ -264,7 +281,7 @@ class TensorParallelMuon(torch.optim.Optimizer):
                 yield param, distributed(update, parts, coefficients, self.fp32_matmul_prec)
 
     def _matrix_parts(
-        self, rows: _Rows, shape: tuple[int, int], device: torch.device
+        self, rows: PartRows, shape: tuple[int, int], device: torch.device
     ) -> list[MatrixPart]:
         """The matrices of ``rows``, one or as many as there are heads, by their rows."""
         numbers = torch.arange(shape[0], device=device).view(rows.view_shape[:-1])[rows.index]
@@ -287,15 +304,15 @@ class TensorParallelMuon(torch.optim.Optimizer):
         cut = [(p, self._parts_of(p, matrix.shape), Update(matrix, grad.float()))]
         return next(self._sharded_updates(cut))[1]
 
-    def _orthogonalized(self, matrix: torch.Tensor, parts: list[_Rows]) -> torch.Tensor:
+    def _orthogonalized(self, matrix: torch.Tensor, parts: list[PartRows]) -> torch.Tensor:
         result = torch.empty_like(matrix, dtype=torch.float32)
         for rows, orthogonal, scale in self._orthogonal_parts(parts, matrix):
             result.view(rows.view_shape)[rows.index] = orthogonal.float() * scale
         return result
 
     def _orthogonal_parts(
-        self, parts: list[_Rows], update: torch.Tensor
-    ) -> Iterator[tuple[_Rows, torch.Tensor, float]]:
+        self, parts: list[PartRows], update: torch.Tensor
+    ) -> Iterator[tuple[PartRows, torch.Tensor, float]]:
         """The matrices that ``update`` consists of, each orthogonalised, with its rows and its factor."""
         for rows in parts:
             part = update.view(rows.view_shape)[rows.index]
@@ -320,11 +337,11 @@ class TensorParallelMuon(torch.optim.Optimizer):
             self._matrices[param] = sharded_matrix_of(param, self.pg_collection)
         return self._matrices[param]
 
-    def _parts_of(self, param: torch.Tensor, shape: tuple[int, ...]) -> list[_Rows]:
+    def _parts_of(self, param: torch.Tensor, shape: tuple[int, ...]) -> list[PartRows]:
         """The rows of the whole matrix that are orthogonalised together."""
         rows, columns = shape
         if not (self.split_qkv and self.is_qkv_fn(param)):
-            return [_Rows((rows, columns), slice(None))]
+            return [PartRows((rows, columns), slice(None))]
         shapes = getattr(param, "qkv_split_shapes", None) or self.qkv_split_shapes
         if shapes is None:
             raise RuntimeError(
@@ -343,19 +360,10 @@ class TensorParallelMuon(torch.optim.Optimizer):
                     f"a fused query-key-value weight with qkv_split_shapes={list(shapes)} is not made "
                     "of heads of one size; set split_qkv_per_head=False"
                 )
-            return [_Rows((rows // head, head, columns), slice(None), is_batch=True)]
+            return [PartRows((rows // head, head, columns), slice(None), is_batch=True)]
         view_shape = (rows // sum(shapes), sum(shapes), columns)
         starts = [sum(shapes[:i]) for i in range(len(shapes))]
         return [
-            _Rows(view_shape, (slice(None), slice(start, start + count)))
+            PartRows(view_shape, (slice(None), slice(start, start + count)))
             for start, count in zip(starts, shapes, strict=True)
         ]
-
-
-class _Rows:
-    """Rows of a matrix: an index into a view of it, which may be a batch of matrices."""
-
-    def __init__(self, view_shape: tuple[int, ...], index: Any, is_batch: bool = False) -> None:
-        self.view_shape = view_shape
-        self.index = index
-        self.is_batch = is_batch

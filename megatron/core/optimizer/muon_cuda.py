@@ -46,8 +46,8 @@ class MuonOnCuda:
         params: Sequence[torch.Tensor],
         momentum: float,
         nesterov: bool,
-        lr: float,
-        kept: float,
+        lr: float | torch.Tensor,
+        weight_decay: float,
     ) -> None:
         """Updates momenta and weights.
 
@@ -55,8 +55,9 @@ class MuonOnCuda:
             make_parts: Gives the parts, which cover every row of every matrix once; they do not change.
             grads, buffers, params: FP32, contiguous, ``[rows, columns]`` each.
             momentum, nesterov: See :class:`~megatron.core.optimizer.muon.TensorParallelMuon`.
-            lr: Times a part's factor and its orthogonalised update.
-            kept: What decay leaves of a weight.
+            lr: Times a part's factor and its orthogonalised update; a tensor is FP32 with one element
+                on the GPU, and is read when the kernels run.
+            weight_decay: Times ``lr`` of every weight goes.
         """
         key = tuple(t.data_ptr() for tensors in (grads, buffers, params) for t in tensors)
         if key not in self._plans:
@@ -65,20 +66,27 @@ class MuonOnCuda:
             self._plans[key] = [
                 self._make_plan(parts, grads, buffers, params) for parts in _batches(make_parts())
             ]
-        for tables, shapes in self._plans[key]:
-            numel = tables.numel
-            memory = torch.empty(2 * numel, dtype=torch.float16, device=params[0].device)
+        plans = self._plans[key]
+        memory = torch.empty(
+            2 * max(tables.numel for tables, _ in plans),
+            dtype=torch.float16,
+            device=params[0].device,
+        )
+        if not isinstance(lr, torch.Tensor):
+            lr = torch.full((), lr, dtype=torch.float32, device=memory.device)
+        for tables, shapes in plans:
+            halves = memory[: 2 * tables.numel]
             muon_kernels.update_momentum(tables, momentum, nesterov)
-            muon_kernels.write_updates(tables, memory, momentum, nesterov)
+            muon_kernels.write_updates(tables, halves, momentum, nesterov)
             updates, spare = (
                 [
                     half[start : start + count * rows * columns].view(count, rows, columns)
                     for start, count, rows, columns in shapes
                 ]
-                for half in memory.split(numel)
+                for half in halves.split(tables.numel)
             )
             orthogonalize_batches(updates, spare, self._coefficients)
-            muon_kernels.apply_updates(tables, memory, lr, kept)
+            muon_kernels.apply_updates(tables, halves, lr, weight_decay)
 
     def _make_plan(
         self,

@@ -145,15 +145,17 @@ def write_updates(tables: Tables, output: torch.Tensor, momentum: float, nestero
     )
 
 
-def apply_updates(tables: Tables, orthogonal: torch.Tensor, lr: float, kept: float) -> None:
-    """``param = kept param - lr factor orthogonal``."""
+def apply_updates(
+    tables: Tables, orthogonal: torch.Tensor, lr: torch.Tensor, weight_decay: float
+) -> None:
+    """``param = (1 - lr weight_decay) param - lr factor orthogonal``; ``lr`` is on the device."""
     _apply[(tables.tiles,)](
         tables.numbers,
         tables.part_of_tile,
         tables.floats,
         orthogonal,
         lr,
-        kept,
+        weight_decay,
         IS_ALIGNED=tables.is_aligned,
         TILE_ROWS=TILE_ROWS,
         TILE_COLUMNS=TILE_COLUMNS,
@@ -273,7 +275,7 @@ def _apply(  # type: ignore[no-untyped-def]
     floats,
     orthogonal,
     lr,
-    kept,
+    weight_decay,
     IS_ALIGNED: tl.constexpr,
     TILE_ROWS: tl.constexpr,
     TILE_COLUMNS: tl.constexpr,
@@ -286,5 +288,7 @@ def _apply(  # type: ignore[no-untyped-def]
     if IS_ALIGNED:
         first = tl.multiple_of(first, 16)
     update = tl.load(orthogonal + first + packed, mask=inside, other=0.0)
-    result = param * kept - (lr * factor) * update.to(tl.float32)
+    rate = tl.load(lr)
+    kept = (1.0 - rate.to(tl.float64) * weight_decay).to(tl.float32)
+    result = param * kept - (rate * factor) * update.to(tl.float32)
     tl.store(params + there, result, mask=inside)

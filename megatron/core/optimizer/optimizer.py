@@ -30,6 +30,7 @@ from megatron.core.optimizer.clip_grads import (
 from megatron.core.optimizer.grad_scaler import MegatronGradScaler
 from megatron.core.optimizer.main_params import MainParam, make_main_param
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
+from megatron.core.optimizer.step_graph import StepGraph
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.quantization.casts import cast_many
 
@@ -215,6 +216,7 @@ class MainParamOptimizer(MegatronOptimizer):
             records = [r for p in group["params"] if (r := make_main_params(p)) is not None]
             group["params"] = [record.main_param for record in records]
             self.main_params += records
+        self.step_graph = StepGraph(optimizer) if config.optimizer_cuda_graph else None
         self.device = self.managed_params[0].device if self.managed_params else torch.device("cpu")
         # Ranks over which gradients are summed for the norm (None: all), and the groups that hold the
         # same replicated parameters, of which one rank counts.
@@ -266,7 +268,7 @@ class MainParamOptimizer(MegatronOptimizer):
         return all(group is None or group_rank(group) == 0 for group in groups)
 
     def step_with_ready_grads(self) -> bool:
-        self.optimizer.step()
+        (self.step_graph or self.optimizer).step()
         self.copy_main_params_to_model_params()
         self._drop_grads()
         return True
@@ -323,6 +325,9 @@ class MainParamOptimizer(MegatronOptimizer):
         for record, value in zip(self.main_params, saved, strict=True):
             record.main_param.copy_(value)
         self.optimizer.load_state_dict(state["optimizer"])
+        if self.step_graph is not None:
+            # Recorded over state that is somewhere else now.
+            self.step_graph = StepGraph(self.optimizer)
         if self.scaler is not None:
             self.scaler.load_state_dict(state["grad_scaler"])
         self.copy_main_params_to_model_params()

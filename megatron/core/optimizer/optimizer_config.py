@@ -16,7 +16,6 @@ _ABSENT_FEATURES: dict[str, tuple[object, str]] = {
     "use_precision_aware_optimizer": (False, "optimizer state in low precision"),
     "overlap_param_gather_with_optimizer_step": (False, "gathering during the optimizer step"),
     "optimizer_cpu_offload": (False, "optimizer state on the CPU"),
-    "optimizer_cuda_graph": (False, "an optimizer step under a CUDA graph"),
 }
 
 
@@ -140,6 +139,7 @@ class OptimizerConfig:
     overlap_param_gather_with_optimizer_step: bool = False
     optimizer_cpu_offload: bool = False
     optimizer_cuda_graph: bool = False
+    """Record the update of Muon or Adam as a CUDA graph; needs FP32 gradients and a GPU."""
 
     def __post_init__(self) -> None:
         for name, (off, feature) in _ABSENT_FEATURES.items():

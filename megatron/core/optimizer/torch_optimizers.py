@@ -33,7 +33,9 @@ def _make_adam(groups: list[dict[str, Any]], config: OptimizerConfig) -> torch.o
         "eps": config.adam_eps,
     }
     on_cuda = all(param.is_cuda for group in groups for param in group["params"])
-    fused = _fused_adam() if on_cuda else None
+    if config.optimizer_cuda_graph:
+        options["capturable"] = True
+    fused = _fused_adam() if on_cuda and not config.optimizer_cuda_graph else None
     if fused is not None:
         return fused(groups, adam_w_mode=config.decoupled_weight_decay, **options)  # type: ignore[call-arg]
     rule = torch.optim.AdamW if config.decoupled_weight_decay else torch.optim.Adam

@@ -107,6 +107,10 @@ OPTIMIZER = (
         ("adam", "lion"),
     ),
     Flag(
+        "--optimizer-cuda-graph",
+        "Record the update as a CUDA graph; needs a GPU, FP32 gradients, adam or muon (medium).",
+    ),
+    Flag(
         "--layer-wise-param-layout",
         "Where Muon's matrices lie in the buffers; needs muon and --use-distributed-optimizer.",
         str,

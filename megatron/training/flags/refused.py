@@ -100,8 +100,8 @@ ABSENT: tuple[Refused, ...] = (
         "--exp-avg-sq-dtype",
     ),
     *_all("FP4 training", "--fp4-format", "--fp4-recipe", "--fp4-param-gather"),
-    Refused("--cuda-graph-impl", "CUDA graphs", ("none",)),
-    *_all("CUDA graphs", "--enable-cuda-graph", "--external-cuda-graph", "--optimizer-cuda-graph"),
+    Refused("--cuda-graph-impl", "CUDA graphs of layers", ("none",)),
+    *_all("CUDA graphs of layers", "--enable-cuda-graph", "--external-cuda-graph"),
     *_all(
         "registration of NCCL buffers",
         "--use-nccl-ub",

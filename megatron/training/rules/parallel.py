@@ -193,6 +193,8 @@ def check_optimizer(args: argparse.Namespace) -> None:
         args.muon_split_qkv or not args.muon_split_qkv_per_head,
         "--muon-split-qkv-per-head and --muon-no-split-qkv exclude each other; give one",
     )
+    if args.optimizer_cuda_graph:
+        _check_optimizer_cuda_graph(args)
     layer_wise = args.optimizer == "muon" and args.use_distributed_optimizer
     chosen = args.layer_wise_param_layout
     if not args.use_layer_wise_param_layout:
@@ -213,6 +215,34 @@ def check_optimizer(args: argparse.Namespace) -> None:
     args.has_distributed_optimizer = args.use_distributed_optimizer
     args.use_layer_wise_distributed_optimizer = layer_wise
     args.use_distributed_optimizer = args.use_distributed_optimizer and not layer_wise
+
+
+def _check_optimizer_cuda_graph(args: argparse.Namespace) -> None:
+    name = "--optimizer-cuda-graph"
+    require(torch.cuda.is_available(), f"{name} needs a CUDA device, and there is none here")
+    require(
+        not args.grad_reduce_in_bf16,
+        f"{name} needs gradients in FP32, where they stay; leave out --grad-reduce-in-bf16",
+    )
+    require(
+        args.optimizer in ("adam", "muon"),
+        f"{name} works with --optimizer adam and muon, got {args.optimizer}",
+    )
+    if args.optimizer == "muon":
+        require(
+            args.muon_scalar_optimizer == "adam",
+            f"{name} needs --muon-scalar-optimizer adam, got {args.muon_scalar_optimizer}",
+        )
+        require(
+            args.muon_fp32_matmul_prec == "medium",
+            f"{name} needs --muon-fp32-matmul-prec medium, got {args.muon_fp32_matmul_prec}",
+        )
+        require(
+            args.tensor_parallel_num_weight_shards == 1
+            and args.expert_tensor_parallel_num_weight_shards == 1,
+            f"{name} with muon needs whole matrices: --tensor-parallel-num-weight-shards 1, and "
+            "--expert-tensor-parallel-num-weight-shards 1",
+        )
 
 
 def check_ddp(args: argparse.Namespace) -> None:

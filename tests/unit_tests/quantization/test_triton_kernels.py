@@ -1,19 +1,13 @@
 """The Triton kernels against the reference, byte by byte: interpreted everywhere, compiled on a GPU.
 
-Whether Triton interprets is settled when it is imported, so all cases run interpreted in one process
-of their own, which is this file run as a script.
+Run as a script, this file runs its cases interpreted: see :mod:`tests.interpreted`.
 """
 
 from __future__ import annotations
 
-import contextlib
-import importlib.util
-import io
-import json
 import os
 import subprocess
 import sys
-import traceback
 from collections.abc import Callable
 from pathlib import Path
 
@@ -27,14 +21,11 @@ from megatron.core.quantization.kernels import (
     quantize_many,
     quantize_reference,
 )
+from tests.interpreted import needs_triton, report, run_interpreted
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 DIRECTIONS = ((True, True), (True, False), (False, True))
 NAN, INF = float("nan"), float("inf")
-
-needs_triton = pytest.mark.skipif(
-    importlib.util.find_spec("triton") is None, reason="Triton, an optional extra, is not installed"
-)
 
 
 def random_bits(shape: tuple[int, int], seed: int) -> torch.Tensor:
@@ -253,27 +244,9 @@ CASES: dict[str, Callable[[str], None]] = {
 }
 
 
-def report() -> dict[str, str]:
-    """What each case raised on the CPU, empty if nothing."""
-    failures = {}
-    for name, case in CASES.items():
-        failures[name] = ""
-        try:
-            case("cpu")
-        except Exception:
-            failures[name] = traceback.format_exc()
-    return failures
-
-
 @pytest.fixture(scope="module")
 def interpreted() -> dict[str, str]:
-    root = Path(__file__).resolve().parents[3]
-    environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": str(root)}
-    done = subprocess.run(
-        [sys.executable, __file__], env=environment, capture_output=True, text=True, timeout=300
-    )
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
+    return run_interpreted(__file__)
 
 
 @needs_triton
@@ -318,7 +291,4 @@ def test_quantization_imports_without_triton():
 
 
 if __name__ == "__main__":
-    torch.set_num_threads(1)
-    with contextlib.redirect_stdout(io.StringIO()):
-        outcome = report()
-    print(json.dumps(outcome))
+    report(CASES)
