@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import os
 import random
 from datetime import timedelta
@@ -45,10 +46,15 @@ def initialize_megatron(args: argparse.Namespace) -> None:
 
 
 def leave_job() -> None:
-    """Takes the process groups down; for the good end of a job."""
+    """Takes the process groups down; for the good end of a job.
+
+    A thread of gloo that lets go of a tensor while the interpreter ends aborts the process. Groups that
+    nothing refers to any more wait for their threads, so models and optimizers are to be gone by now.
+    """
     parallel_state.destroy_model_parallel()
     if dist.is_initialized():
         dist.destroy_process_group()
+    gc.collect()
 
 
 def _choose_device(args: argparse.Namespace) -> torch.device:

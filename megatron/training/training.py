@@ -96,6 +96,8 @@ def pretrain(
         digest = master_sha256(optimizer, model)
     reporter.finish(digest)
     if joins:
+        # What refers to the process groups goes first, so that they end here.
+        del data, model, optimizer, scheduler, reporter
         leave_job()
 
 

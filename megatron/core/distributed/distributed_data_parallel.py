@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -110,11 +111,20 @@ class DistributedDataParallel(torch.nn.Module):
             p: group for group in self.all_bucket_groups for p in group.params
         }
         self.force_all_reduce = False
+        # Parameters keep hooks where the garbage collector does not see them; through a strong reference
+        # model and process groups would never end.
+        this = weakref.ref(self)
+
+        def on_gradient(param: torch.Tensor) -> None:
+            wrapper = this()
+            if wrapper is not None:
+                wrapper._backward_post_hook(param)
+
         for param in self.params_with_grad:
             param.grad_added_to_main_grad = False  # type: ignore[attr-defined]
             gtp = getattr(param, "gtp_remat", None)
             if gtp is None:
-                param.register_post_accumulate_grad_hook(self._backward_post_hook)
+                param.register_post_accumulate_grad_hook(on_gradient)
             else:
                 gtp.grad_ready = partial(self._register_grad_ready, param)
                 gtp.publish = partial(self._publish, param)
