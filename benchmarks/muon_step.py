@@ -21,6 +21,7 @@ import torch
 STEPS = 5
 ROUNDS = 10
 SIMPLE = "simple"
+GRAPH = "ours, CUDA graph"
 
 # Llama-3-1B: hidden 2048, 32 heads and 8 key-value heads of 64, MLP 8192 gated.
 LLAMA_LAYER = [(2048, 2048), (512, 2048), (512, 2048), (2048, 2048), (16384, 2048), (2048, 8192)]
@@ -65,6 +66,9 @@ def peers(params: list[torch.nn.Parameter]) -> dict[str, torch.optim.Optimizer]:
         "ours": TensorParallelMuon(
             params, lr=1e-3, weight_decay=0.1, momentum=0.95, coefficient_type=SIMPLE
         ),
+        GRAPH: TensorParallelMuon(
+            params, lr=1e-3, weight_decay=0.1, momentum=0.95, coefficient_type=SIMPLE
+        ),
         "ours, quintic": TensorParallelMuon(params, lr=1e-3, weight_decay=0.1, momentum=0.95),
     }
     if find_spec("emerging_optimizers") is not None:
@@ -93,6 +97,8 @@ def bf16_rate() -> float:
 
 def print_times(title: str, shapes: list[tuple[int, int]], rate: float) -> None:
     """One table of step times and memory."""
+    from megatron.core.optimizer.step_graph import StepGraph
+
     params = matrices(shapes)
     numel = sum(p.numel() for p in params)
     largest = max(p.numel() for p in params) * 4
@@ -102,11 +108,12 @@ def print_times(title: str, shapes: list[tuple[int, int]], rate: float) -> None:
     reference = None
     for name, optimizer in peers(params).items():
         try:
-            time = milliseconds(optimizer.step)
+            step = optimizer.step if name != GRAPH else StepGraph(optimizer).step
+            time = milliseconds(step)
             torch.cuda.synchronize()
             before = torch.cuda.memory_allocated()
             torch.cuda.reset_peak_memory_stats()
-            optimizer.step()
+            step()
             torch.cuda.synchronize()
             extra = torch.cuda.max_memory_allocated() - before
         except (RuntimeError, TypeError) as error:
@@ -116,6 +123,7 @@ def print_times(title: str, shapes: list[tuple[int, int]], rate: float) -> None:
         print(
             f"{name:<22}{time:>8.2f}{time / reference:>9.3f}{time / floor:>9.2f}{extra / largest:>31.1f}"
         )
+        del step
         optimizer.state.clear()
     print(f"{'floor (dense FLOPs)':<22}{floor:>8.2f}")
 
