@@ -110,18 +110,7 @@ class MuonOnCuda:
             in_spare = result_is_in_spare(rows, columns, self._coefficients)
             for part in members:
                 placed.append(
-                    Part(
-                        part.matrix,
-                        part.period,
-                        part.start,
-                        part.count,
-                        rows,
-                        columns,
-                        input_scale(rows, columns),
-                        part.factor,
-                        start,
-                        start + total * in_spare,
-                    )
+                    Part(part, input_scale(rows, columns), start, start + total * in_spare)
                 )
                 start += rows * columns
         return Tables(placed, grads, buffers, params, total), shapes

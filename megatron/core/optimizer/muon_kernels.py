@@ -14,38 +14,31 @@ import torch
 import triton
 import triton.language as tl
 
+from megatron.core.optimizer.muon_parts import PartShape
+
 TILE_ROWS, TILE_COLUMNS, WARPS = 16, 256, 8
 
 
 @dataclass(frozen=True)
 class Part:
-    """Rows of a matrix: of every ``period`` rows the ``count`` from ``start``.
+    """Rows of a matrix, and where their update lies.
 
     Attributes:
-        matrix: Number of the matrix.
-        rows: All its rows together.
-        columns: Columns.
-        scale: What its norm is brought to.
-        factor: Scale of its update.
-        offset: Where its update lies in the FP16 memory, in elements.
-        result: Where its orthogonalised update does.
+        shape: Which rows.
+        scale: What their norm is brought to.
+        offset: Where the update lies in the FP16 memory, in elements.
+        result: Where the orthogonalised update does.
     """
 
-    matrix: int
-    period: int
-    start: int
-    count: int
-    rows: int
-    columns: int
+    shape: PartShape
     scale: float
-    factor: float
     offset: int
     result: int
 
     @property
     def tiles(self) -> int:
         """Number of tiles that cover it."""
-        return -(-self.rows // TILE_ROWS) * -(-self.columns // TILE_COLUMNS)
+        return -(-self.shape.rows // TILE_ROWS) * -(-self.shape.columns // TILE_COLUMNS)
 
 
 class Tables:
@@ -68,18 +61,19 @@ class Tables:
         numbers, total = [], 0
         part_of_tile: list[torch.Tensor] = []
         for place, part in enumerate(parts):
+            shape = part.shape
             numbers.append(
                 [
-                    grads[part.matrix].data_ptr(),
-                    buffers[part.matrix].data_ptr(),
-                    params[part.matrix].data_ptr(),
+                    grads[shape.matrix].data_ptr(),
+                    buffers[shape.matrix].data_ptr(),
+                    params[shape.matrix].data_ptr(),
                     part.offset,
                     part.result,
-                    part.period,
-                    part.start,
-                    part.count,
-                    part.rows,
-                    part.columns,
+                    shape.period,
+                    shape.start,
+                    shape.count,
+                    shape.rows,
+                    shape.columns,
                     total,
                     part.tiles,
                 ]
@@ -89,10 +83,10 @@ class Tables:
         self.count, self.tiles = len(parts), total
         tensors = [t for part in parts for t in _of(part, grads, buffers, params)]
         self.is_aligned = all(t.data_ptr() % 16 == 0 for t in tensors) and all(
-            part.columns % 16 == 0 for part in parts
+            part.shape.columns % 16 == 0 for part in parts
         )
         self.numel = numel
-        floats = torch.tensor([[p.scale, p.factor] for p in parts], dtype=torch.float32)
+        floats = torch.tensor([[p.scale, p.shape.factor] for p in parts], dtype=torch.float32)
         self.numbers = _to(torch.tensor(numbers, dtype=torch.int64), device)
         self.floats = _to(floats, device)
         self.part_of_tile = _to(torch.cat(part_of_tile), device)
@@ -101,7 +95,7 @@ class Tables:
 
 
 def _of(part: Part, *lists: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    return [tensors[part.matrix] for tensors in lists]
+    return [tensors[part.shape.matrix] for tensors in lists]
 
 
 def _to(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
