@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 from functools import lru_cache
-from importlib.util import find_spec
 
 import torch
+
+from megatron.core.triton_support import has_triton
 
 # Triton's own switch: kernels run on CPU tensors, slowly, for tests.
 _INTERPRETED = "TRITON_INTERPRET"
@@ -16,7 +17,7 @@ _INTERPRETED = "TRITON_INTERPRET"
 def has_kernels(device: torch.device) -> bool:
     """Whether kernels can take tensors of ``device``: Triton is there, and a GPU with a copy engine
     for tiles (compute capability 9 or more)."""
-    if find_spec("triton") is None:
+    if not has_triton():
         return False
     if device.type == "cuda":
         return torch.cuda.get_device_capability(device)[0] >= 9

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from importlib.util import find_spec
 
 import torch
+
+from megatron.core.triton_support import has_triton
 
 
 def cast_many(destinations: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
@@ -35,7 +36,7 @@ def cast_many(destinations: Sequence[torch.Tensor], sources: Sequence[torch.Tens
 def _can_fuse(destinations: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> bool:
     return (
         destinations[0].is_cuda
-        and find_spec("triton") is not None
+        and has_triton()
         and all(d.dtype == torch.bfloat16 and d.is_contiguous() for d in destinations)
         and all(s.dtype == torch.float32 and s.is_cuda and s.is_contiguous() for s in sources)
     )

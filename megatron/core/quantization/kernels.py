@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import importlib
-import importlib.util
 from collections.abc import Sequence
 from dataclasses import dataclass
 from types import ModuleType
@@ -12,6 +11,7 @@ from types import ModuleType
 import torch
 
 from megatron.core.quantization import format as reference
+from megatron.core.triton_support import has_triton
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ def quantize_many(sources: Sequence[torch.Tensor], destinations: Sequence[Storag
 @functools.cache
 def _triton_kernels() -> ModuleType | None:
     """The Triton kernels, ``None`` where Triton, an optional extra, is not installed."""
-    if importlib.util.find_spec("triton") is None:
+    if not has_triton():
         return None
     # Not imported above: Triton takes a while, and on a CPU nothing here needs it.
     return importlib.import_module("megatron.core.quantization.triton_kernels")
