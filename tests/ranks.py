@@ -1,11 +1,14 @@
 """A pool of real worker processes for tests of collective code.
 
 Importing torch takes longer than most tests, so the workers start once per test session and are
-sent functions to run. Each call of :func:`run_ranks` gets a fresh gloo world of the size it asks
+sent functions to run. Each call of :func:`run_ranks` gets a fresh world of the size it asks
 for, which is taken down when the call ends.
 
 A function sent to the ranks must be importable (module level, not a lambda), as must its arguments
 and its result. Tensors travel as numpy-free pickles, so they may be of any dtype.
+
+Under ``pytest --device cuda`` ranks find a GPU, which they share: a world of one uses NCCL, larger ones
+gloo, as NCCL takes one rank a GPU. Otherwise they find none, on whatever machine.
 """
 
 from __future__ import annotations
@@ -32,7 +35,16 @@ class RankError(AssertionError):
     """A function failed on at least one rank; the message holds that rank's traceback."""
 
 
+def on_cuda() -> bool:
+    """Whether ranks keep their tensors on a GPU."""
+    return os.environ.get("TEST_DEVICE", "cpu") == "cuda"
+
+
 def _worker(connection: Connection) -> None:
+    if not on_cuda():
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    # Read by cuBLAS when it is first used, which may be before a job asks for repeatable sums.
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     import torch
     import torch.distributed as dist
 
@@ -47,7 +59,8 @@ def _worker(connection: Connection) -> None:
         try:
             function, args, kwargs = pickle.loads(job)
             store = dist.FileStore(store_path, world_size)
-            dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
+            backend = "nccl" if on_cuda() and world_size == 1 else "gloo"
+            dist.init_process_group(backend, store=store, rank=rank, world_size=world_size)
             reply: tuple[bool, Any] = (True, function(*args, **kwargs))
         except BaseException:  # the traceback is the test's failure message, whatever was raised
             reply = (False, traceback.format_exc())
@@ -152,7 +165,7 @@ def run_ranks(
     timeout_s: float = 120.0,
     **kwargs: Any,
 ) -> list[Any]:
-    """Calls ``function(*args, **kwargs)`` on every rank of a new gloo world.
+    """Calls ``function(*args, **kwargs)`` on every rank of a new world.
 
     Args:
         function: An importable function; it finds ``torch.distributed`` initialised.

@@ -26,8 +26,10 @@ from megatron.core.optimizer.layer_wise_optimizer import tag_params_for_buffer_r
 from megatron.core.optimizer.masters import iter_full_masters
 from megatron.core.quantization import MXFP8Quantizer
 from megatron.core.tensor_parallel.layers import linear
+from tests.ranks import on_cuda
 
 VOCABULARY, HIDDEN, WIDE, SEQUENCE, ROWS = 64, 32, 64, 32, 12
+DEVICE = "cuda" if on_cuda() else "cpu"
 
 
 @dataclass(frozen=True)
@@ -138,7 +140,7 @@ def build_model(run: Run) -> torch.nn.Module:
         for name, param in model.named_parameters():
             if "norm" not in name:
                 param.copy_(torch.randn(param.shape, generator=generator) * 0.1)
-    model = model.bfloat16() if run.bf16 else model
+    model = model.to(DEVICE, torch.bfloat16 if run.bf16 else torch.float32)
     for module in model.modules():
         if not isinstance(module, Linear) or isinstance(module, NeverQuantized):
             continue
@@ -199,13 +201,13 @@ def batch(step: int, microbatch: int, microbatches: int) -> torch.Tensor:
     ranks = parallel_state.get_data_parallel_world_size()
     rows = ROWS // (ranks * microbatches)
     first = (microbatch * ranks + rank) * rows
-    return tokens[first : first + rows]
+    return tokens[first : first + rows].to(DEVICE)
 
 
 def train_step(run: Run, ddp: DistributedDataParallel, step: int) -> torch.Tensor:
     """Accumulates one step's gradients; returns this rank's mean loss, FP64."""
     ddp.zero_grad_buffer()
-    total = torch.zeros((), dtype=torch.float64)
+    total = torch.zeros((), dtype=torch.float64, device=DEVICE)
     for microbatch in range(run.microbatches):
         last = microbatch == run.microbatches - 1
         tokens = batch(step, microbatch, run.microbatches)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 import pretrain_gpt
 from megatron.core import parallel_state
@@ -26,8 +27,9 @@ def jobs_here(runs: list[list[str]]) -> list[Lines]:
         with tempfile.TemporaryDirectory() as folder:
             metrics = Path(folder) / "metrics.jsonl"
             try:
+                argv = [*flags, "--distributed-backend", dist.get_backend()]
                 pretrain(
-                    parse_and_validate_args(argv=[*flags, "--metrics-jsonl", str(metrics)]),
+                    parse_and_validate_args(argv=[*argv, "--metrics-jsonl", str(metrics)]),
                     pretrain_gpt.data_iterators_provider,
                     pretrain_gpt.model_provider,
                     pretrain_gpt.forward_step,

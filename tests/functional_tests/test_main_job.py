@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import pretrain_gpt
 from megatron.training.arguments import parse_and_validate_args
@@ -52,6 +53,7 @@ class BadBatches:
 
 def job(argv: list[str], bad: tuple[int, ...]) -> None:
     """The main job on the ranks of the current world."""
+    argv = [*argv, "--distributed-backend", dist.get_backend()]
     try:
         pretrain(
             parse_and_validate_args(argv=argv),

@@ -7,7 +7,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel
 from tests.ranks import RankError, run_ranks
-from tests.training_run import Run, batch, build, train_step
+from tests.training_run import DEVICE, Run, batch, build, train_step
 
 EXACT = Run(bf16=False, microbatches=1)
 
@@ -20,7 +20,7 @@ def reduced_gradients(run: Run) -> dict[str, torch.Tensor]:
     for buffer in ddp.all_buffers:
         for bucket in buffer.buckets:
             for param in bucket.params_list:
-                full = torch.zeros(param.numel(), dtype=torch.float64)
+                full = torch.zeros(param.numel(), dtype=torch.float64, device=DEVICE)
                 for shard in bucket.param_shards():
                     if shard.param is param:
                         grad = param.main_grad.view(-1)[shard.start : shard.end]
@@ -29,7 +29,7 @@ def reduced_gradients(run: Run) -> dict[str, torch.Tensor]:
                     dist.all_reduce(full, group=ddp.intra_dp_cp_group)
                 else:
                     full = param.main_grad.double().view(-1)
-                result[ddp.param_to_name[param]] = full
+                result[ddp.param_to_name[param]] = full.cpu()
     return result
 
 
@@ -176,7 +176,7 @@ def train_partly_used(overlap: bool) -> list[torch.Tensor]:
         bucket_size=1000,
     )
     ddp = DistributedDataParallel(
-        SimpleNamespace(calculate_per_token_loss=False), ddp_config, PartlyUsed()
+        SimpleNamespace(calculate_per_token_loss=False), ddp_config, PartlyUsed().to(DEVICE)
     )
     optimizer = get_megatron_optimizer(
         OptimizerConfig(
@@ -186,12 +186,13 @@ def train_partly_used(overlap: bool) -> list[torch.Tensor]:
     )
     for step in range(3):
         ddp.zero_grad_buffer()
-        ddp(torch.full((2, 32), 1.0 + step + dist.get_rank())).square().mean().backward()
+        inputs = torch.full((2, 32), 1.0 + step + dist.get_rank(), device=DEVICE)
+        ddp(inputs).square().mean().backward()
         finalize_model_grads([ddp])
         optimizer.step()
     if overlap:
         ddp.disable_forward_pre_hook()
-    return [param.detach().clone() for param in ddp.module.parameters()]
+    return [param.detach().cpu() for param in ddp.module.parameters()]
 
 
 def test_parameters_that_a_forward_does_not_use_are_updated_alike_with_overlap():

@@ -17,7 +17,7 @@ from megatron.core.optimizer import (
 from megatron.core.optimizer.masters import iter_full_masters
 from megatron.core.optimizer.param_groups import get_param_groups, get_standard_config_overrides
 from tests.ranks import RankError, run_ranks
-from tests.training_run import Run, build, train, train_step
+from tests.training_run import DEVICE, Run, build, train, train_step
 
 RUN = Run(bf16=False)
 
@@ -33,7 +33,7 @@ def norm_and_reference(run: Run) -> tuple[float, float, int, int]:
                 grad = shard.param.main_grad.view(-1)[shard.start : shard.end].double()
                 square += float(grad.square().sum())
                 zeros += int((grad == 0).sum())
-    totals = torch.tensor([square, zeros], dtype=torch.float64)
+    totals = torch.tensor([square, zeros], dtype=torch.float64, device=DEVICE)
     dist.all_reduce(totals)
     assert not optimizer.prepare_grads()
     return (
