@@ -45,7 +45,6 @@ class Tables:
     """What the kernels read about parts; it stays on the device as long as memory stays where it is.
 
     Attributes:
-        numel: FP16 elements that all updates take up.
         is_aligned: Every row of everything begins at a multiple of 16 bytes.
     """
 
@@ -55,7 +54,6 @@ class Tables:
         grads: Sequence[torch.Tensor],
         buffers: Sequence[torch.Tensor],
         params: Sequence[torch.Tensor],
-        numel: int,
     ) -> None:
         device = params[0].device
         numbers, total = [], 0
@@ -85,7 +83,6 @@ class Tables:
         self.is_aligned = all(t.data_ptr() % 16 == 0 for t in tensors) and all(
             part.shape.columns % 16 == 0 for part in parts
         )
-        self.numel = numel
         floats = torch.tensor([[p.scale, p.shape.factor] for p in parts], dtype=torch.float32)
         self.numbers = _to(torch.tensor(numbers, dtype=torch.int64), device)
         self.floats = _to(floats, device)

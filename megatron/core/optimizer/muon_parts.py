@@ -31,6 +31,16 @@ class PartShape:
     factor: float
 
     @property
+    def numel(self) -> int:
+        """Elements."""
+        return self.rows * self.columns
+
+    @property
+    def side(self) -> int:
+        """Its smaller side."""
+        return min(self.rows, self.columns)
+
+    @property
     def fits_tiles(self) -> bool:
         """Whether the kernels for symmetric products take matrices of this shape."""
         return self.rows % _TILE_ALIGNMENT == 0 and self.columns % _TILE_ALIGNMENT == 0

@@ -11,16 +11,9 @@ from collections.abc import Sequence
 
 import torch
 
+from megatron.core.optimizer.muon_batches import GRAM_MATRICES, RESTART_AFTER, uses_gram
 from megatron.core.optimizer.newton_schulz import Coefficients
 from megatron.core.optimizer.symmetric_products import symmetric_product
-
-# Where the Gram form is used; all from measurements on an H200 (benchmarks/muon_step.py). It is faster
-# from this ratio of sides on. One restart keeps it closer to the FP64 iteration than plain BF16 is for so
-# many steps, and for coefficients that stretch small singular values less than polar_express and cans do.
-GRAM_ASPECT = 1.5
-GRAM_STEPS = 8
-GRAM_STRETCH = 5.0
-RESTART_AFTER = 2
 
 
 def input_scale(rows: int, columns: int) -> float:
@@ -33,46 +26,33 @@ def gram_scale(side: int) -> float:
     return 2.0 ** round(math.log2(side))
 
 
-def uses_gram(rows: int, columns: int, coefficients: Sequence[Coefficients]) -> bool:
-    """Whether matrices of this shape are iterated in the Gram form."""
-    return (
-        max(rows, columns) >= GRAM_ASPECT * min(rows, columns)
-        and len(coefficients) <= GRAM_STEPS
-        and max(a for a, _, _ in coefficients) <= GRAM_STRETCH
-    )
-
-
-def result_is_in_spare(rows: int, columns: int, coefficients: Sequence[Coefficients]) -> bool:
-    """Whether :func:`orthogonalize_batches` leaves the result in the spare memory."""
-    steps = moves = len(coefficients)
-    if uses_gram(rows, columns, coefficients):
-        moves = 1 if steps <= RESTART_AFTER else 2
-    return moves % 2 == 1
-
-
-def orthogonalize_batches(
-    batches: Sequence[torch.Tensor],
-    spare: Sequence[torch.Tensor],
+def orthogonalize(
+    memory: torch.Tensor,
+    spare: torch.Tensor,
+    batches: Sequence[tuple[int, int, int]],
     coefficients: Sequence[Coefficients],
 ) -> None:
-    """Newton-Schulz of every matrix of every batch, in place or in the spare memory.
+    """Newton-Schulz of every matrix in ``memory``, which is left there or in ``spare``.
 
-    Those in the Gram form whose smaller sides agree are iterated together, whatever their larger ones.
+    Either all matrices have one shape, or all take the Gram form and their smaller sides agree.
 
     Args:
-        batches: ``[batch, rows, columns]``, FP16, each matrix of norm :func:`input_scale`.
-        spare: As much memory again. :func:`result_is_in_spare` tells which of the two has the result.
+        memory: Batches one after the other, FP16, each matrix of norm :func:`input_scale`.
+        spare: As much again. :class:`~megatron.core.optimizer.muon_batches.Chunk` tells which of the
+            two has the results.
+        batches: Number, rows and columns of the matrices of each batch.
         coefficients: One ``(a, b, c)`` a step.
     """
-    by_side: dict[int, list[tuple[torch.Tensor, torch.Tensor]]] = {}
-    for batch, other in zip(batches, spare, strict=True):
-        rows, columns = batch.shape[1:]
-        if uses_gram(rows, columns, coefficients):
-            by_side.setdefault(min(rows, columns), []).append((batch, other))
-        else:
-            _plain(batch, other, coefficients)
-    for pairs in by_side.values():
-        _gram(pairs, coefficients)
+    if uses_gram(*batches[0][1:], coefficients):
+        _gram(memory, spare, batches, coefficients)
+    else:
+        _plain(memory, spare, batches[0], coefficients)
+
+
+def _views(memory: torch.Tensor, batches: Sequence[tuple[int, int, int]]) -> list[torch.Tensor]:
+    """The batches, as ``[number, rows, columns]`` each."""
+    sizes = [number * rows * columns for number, rows, columns in batches]
+    return [piece.view(batch) for piece, batch in zip(memory.split(sizes), batches, strict=True)]
 
 
 def _wide(batch: torch.Tensor) -> torch.Tensor:
@@ -89,50 +69,65 @@ def _multiply(
     torch.baddbmm(output, left, right, beta=0.0, alpha=alpha, out=output)
 
 
-def _plain(batch: torch.Tensor, spare: torch.Tensor, coefficients: Sequence[Coefficients]) -> None:
-    unscale = input_scale(*batch.shape[1:]) ** -1
-    side = min(batch.shape[1:])
+def _plain(
+    memory: torch.Tensor,
+    spare: torch.Tensor,
+    batch: tuple[int, int, int],
+    coefficients: Sequence[Coefficients],
+) -> None:
+    number, rows, columns = batch
+    unscale = input_scale(rows, columns) ** -1
+    side = min(rows, columns)
     scale = gram_scale(side)
-    gram, polynomial = batch.new_empty((2, batch.size(0), side, side)).unbind(0)
-    for number, (a, b, c) in enumerate(coefficients):
-        wide = _wide(batch)
+    polynomial = memory.new_empty((number, side, side))
+    for step, (a, b, c) in enumerate(coefficients, 1):
+        x, result = memory.view(batch), spare.view(batch)
+        # Nothing refers to it any more when the result is written over it.
+        gram = spare[: polynomial.numel()].view_as(polynomial)
         # The result of one step has norm times input_scale again, so every step unscales alike.
-        symmetric_product(wide, wide, unscale**2 * scale, output=gram)
+        symmetric_product(_wide(x), _wide(x), unscale**2 * scale, output=gram)
         symmetric_product(gram, gram, c / scale**2, gram, b / scale, a, output=polynomial)
-        out = unscale if number + 1 == len(coefficients) else 1.0
-        _multiply(polynomial, batch, spare, out)
-        batch, spare = spare, batch
+        _multiply(polynomial, x, result, unscale if step == len(coefficients) else 1.0)
+        memory, spare = spare, memory
 
 
 def _gram(
-    pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], coefficients: Sequence[Coefficients]
+    memory: torch.Tensor,
+    spare: torch.Tensor,
+    batches: Sequence[tuple[int, int, int]],
+    coefficients: Sequence[Coefficients],
 ) -> None:
-    """See :func:`~megatron.core.optimizer.newton_schulz.iterate_gram`; all have the same smaller side."""
-    side = min(pairs[0][0].shape[1:])
+    """See :func:`~megatron.core.optimizer.newton_schulz.iterate_gram`."""
+    side = min(batches[0][1:])
     scale = gram_scale(side)
+    numbers = [number for number, _, _ in batches]
+    unscales = [input_scale(rows, columns) ** -1 for _, rows, columns in batches]
+    work = memory.new_empty((GRAM_MATRICES, sum(numbers), side, side))
     stretches = [coefficients[:RESTART_AFTER], coefficients[RESTART_AFTER:]]
     stretches = [stretch for stretch in stretches if stretch]
-    sizes = [batch.size(0) for batch, _ in pairs]
-    for number, stretch in enumerate(stretches):
-        gram = pairs[0][0].new_empty((sum(sizes), side, side))
-        for (batch, _), piece in zip(pairs, gram.split(sizes), strict=True):
-            wide = _wide(batch)
-            unscale = input_scale(*batch.shape[1:]) ** -1
-            symmetric_product(wide, wide, unscale**2 * scale, output=piece)
-        collected = _collect(gram, stretch, scale)
-        last = number + 1 == len(stretches)
-        for (batch, spare), factor in zip(pairs, collected.split(sizes), strict=True):
-            out = input_scale(*batch.shape[1:]) ** -1 if last else 1.0
-            _multiply(factor, batch, spare, out)
-        pairs = [(spare, batch) for batch, spare in pairs]
+    for count, stretch in enumerate(stretches, 1):
+        # Nothing refers to it any more when results are written over it.
+        gram = spare[: work[0].numel()].view_as(work[0])
+        xs = _views(memory, batches)
+        for x, piece, unscale in zip(xs, gram.split(numbers), unscales, strict=True):
+            symmetric_product(_wide(x), _wide(x), unscale**2 * scale, output=piece)
+        collected = _collect(gram, work, stretch, scale)
+        results = _views(spare, batches)
+        for x, result, factor, unscale in zip(
+            xs, results, collected.split(numbers), unscales, strict=True
+        ):
+            _multiply(factor, x, result, unscale if count == len(stretches) else 1.0)
+        memory, spare = spare, memory
 
 
 def _collect(
-    gram: torch.Tensor, coefficients: Sequence[Coefficients], scale: float
+    gram: torch.Tensor, work: torch.Tensor, coefficients: Sequence[Coefficients], scale: float
 ) -> torch.Tensor:
-    """The product of the steps' polynomials, from a Gram matrix times ``scale``, which is overwritten."""
-    factor = torch.empty_like(gram)
-    collected, other = torch.empty_like(gram), torch.empty_like(gram)
+    """The product of the steps' polynomials, from a Gram matrix times ``scale``, which is overwritten.
+
+    It lies in ``work``.
+    """
+    factor, collected, other = work.unbind(0)
     for number, (a, b, c) in enumerate(coefficients):
         output = collected if number == 0 else factor
         symmetric_product(gram, gram, c / scale**2, gram, b / scale, a, output=output)
