@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 
 from megatron.core.optimizer.muon_parts import PartShape
+from megatron.core.triton_support import to_device
 
 TILE_ROWS, TILE_COLUMNS, WARPS = 16, 256, 8
 
@@ -84,22 +85,15 @@ class Tables:
             part.shape.columns % 16 == 0 for part in parts
         )
         floats = torch.tensor([[p.scale, p.shape.factor] for p in parts], dtype=torch.float32)
-        self.numbers = _to(torch.tensor(numbers, dtype=torch.int64), device)
-        self.floats = _to(floats, device)
-        self.part_of_tile = _to(torch.cat(part_of_tile), device)
+        self.numbers = to_device(torch.tensor(numbers, dtype=torch.int64), device)
+        self.floats = to_device(floats, device)
+        self.part_of_tile = to_device(torch.cat(part_of_tile), device)
         self.squares = torch.empty(total, dtype=torch.float64, device=device)
         self.inverse_norms = torch.empty(len(parts), dtype=torch.float32, device=device)
 
 
 def _of(part: Part, *lists: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     return [tensors[part.shape.matrix] for tensors in lists]
-
-
-def _to(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """A copy for which the host does not wait."""
-    if device.type == "cpu":
-        return tensor
-    return tensor.pin_memory().to(device, non_blocking=True)
 
 
 def update_momentum(tables: Tables, momentum: float, nesterov: bool) -> None:

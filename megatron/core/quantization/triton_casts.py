@@ -9,6 +9,8 @@ import torch
 import triton
 import triton.language as tl
 
+from megatron.core.triton_support import to_device
+
 # Elements and warps of one program; the fastest of those tried on an H200.
 TILE, WARPS = 4096, 8
 _FIELDS = tl.constexpr(4)
@@ -48,8 +50,8 @@ def _tables(
         tiles.append(torch.full((count,), number, dtype=torch.int32))
         total += count
     aligned = all(source % 16 == 0 and destination % 16 == 0 for source, destination, _ in pairs)
-    table = torch.tensor(rows, dtype=torch.int64).pin_memory().to(device, non_blocking=True)
-    of_tile = torch.cat(tiles).pin_memory().to(device, non_blocking=True)
+    table = to_device(torch.tensor(rows, dtype=torch.int64), device)
+    of_tile = to_device(torch.cat(tiles), device)
     return table, of_tile, aligned
 
 
