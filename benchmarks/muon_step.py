@@ -178,6 +178,7 @@ def print_accuracy() -> None:
         "2048 x 2048": torch.randn(2048, 2048, device="cuda"),
         "3072 x 2048": torch.randn(3072, 2048, device="cuda"),
         "16384 x 2048": torch.randn(16384, 2048, device="cuda"),
+        "1536 x 2048": torch.randn(1536, 2048, device="cuda"),
         "512 x 2048": torch.randn(512, 2048, device="cuda"),
         "ill-conditioned": ill_conditioned(2048, 4096),
     }
@@ -203,26 +204,39 @@ def tune() -> None:
     """Times of symmetric products for tile sizes, in TFLOP/s of the full product."""
     from megatron.core.optimizer.symmetric_products import Tiling, symmetric_product
 
+    def matrices_of(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, device="cuda").half()
+
     cases = {
-        "gram 8 x 2048 x 2048": torch.randn(8, 2048, 2048, device="cuda").half(),
-        "gram 4 x (16384 x 2048)^T": torch.randn(4, 16384, 2048, device="cuda").half().mT,
-        "gram 64 x 1536 x 2048": torch.randn(64, 1536, 2048, device="cuda").half(),
-        "gram 64 x (2048 x 768)^T": torch.randn(64, 2048, 768, device="cuda").half().mT,
+        "8 x 2048 x 2048": matrices_of(8, 2048, 2048),
+        "4 x (16384 x 2048)^T": matrices_of(4, 16384, 2048).mT,
+        "24 x 1536 x 2048": matrices_of(24, 1536, 2048),
+        "24 x 1536 x 1536": matrices_of(24, 1536, 1536),
+        "45 x (2048 x 768)^T": matrices_of(45, 2048, 768).mT,
+        "45 x 768 x 768": matrices_of(45, 768, 768),
+        "8 x 512 x 2048": matrices_of(8, 512, 2048),
     }
+    choices = [
+        *product((128,), (1,), (64, 128), (4, 8), (3, 4)),
+        *product((128,), (2,), (64,), (8,), (3, 4)),
+        *product((64,), (1, 2), (64, 128), (4,), (3, 4)),
+    ]
     for name, x in cases.items():
         flops = 2.0 * x.size(0) * x.size(1) ** 2 * x.size(2)
         cublas = flops / milliseconds(lambda x=x: torch.bmm(x, x.mT)) / 1e9  # type: ignore[misc]
         print(f"{name}: cuBLAS {cublas:.0f}")
-        for tile, depth, warps, stages in product((64, 128), (32, 64, 128), (4, 8), (3, 4)):
-            tiling = Tiling(tile, depth, warps, stages)
+        found = []
+        for choice in choices:
+            tiling = Tiling(*choice)
             try:
                 time = milliseconds(lambda x=x, t=tiling: symmetric_product(x, x, tiling=t), 5)  # type: ignore[misc]
             except Exception as error:
                 if "out of resource" not in str(error):
-                    print(tile, depth, warps, stages, str(error).splitlines()[0][:60])
+                    print("  ", *choice, str(error).splitlines()[0][:60])
                 continue
-            if flops / time / 1e9 > 0.8 * cublas:
-                print(f"  {tile:>4}{depth:>5}{warps:>3}{stages:>3}{flops / time / 1e9:>8.0f}")
+            found.append((flops / time / 1e9, choice))
+        for rate, choice in sorted(found, reverse=True)[:4]:
+            print(f"  {rate:>6.0f}  " + " ".join(str(value) for value in choice))
 
 
 def main() -> int:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from megatron.core.optimizer.muon_parts import PartShape
 from megatron.core.optimizer.newton_schulz import Coefficients
@@ -60,12 +61,12 @@ class Chunk:
     spare: int
     result: int
 
-    @property
+    @cached_property
     def numel(self) -> int:
         """Elements of its updates."""
         return sum(part.numel for part in self.parts)
 
-    @property
+    @cached_property
     def batches(self) -> list[tuple[int, int, int]]:
         """Number, rows and columns of the parts of each shape."""
         shapes = [(part.rows, part.columns) for part in self.parts]

@@ -16,16 +16,17 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 
 class Tiling(NamedTuple):
-    """What one program computes: a square tile of side ``side``, in steps of ``depth``."""
+    """What one program computes: ``side`` rows of one or two squares, in steps of ``depth``."""
 
     side: int
+    squares: int
     depth: int
     warps: int
     stages: int
 
 
 # The fastest of those tried on an H200 (benchmarks/muon_step.py --tune).
-TILING = Tiling(side=128, depth=64, warps=8, stages=3)
+TILING = Tiling(side=128, squares=1, depth=64, warps=8, stages=3)
 
 
 def symmetric_product(
@@ -58,12 +59,13 @@ def symmetric_product(
     batch, n, k = left.shape
     if output is None:
         output = torch.empty((batch, n, n), dtype=left.dtype, device=left.device)
-    side, depth = tiling.side, tiling.depth
+    side, depth, squares = tiling.side, tiling.depth, tiling.squares
     left_tiles, left_is_tall = _tiles_of(left, side, depth)
-    right_tiles, right_is_tall = _tiles_of(right, side, depth)
+    right_tiles, right_is_tall = _tiles_of(right, side * squares, depth)
     square = [1, side, side]
-    tiles = -(-n // side)
-    _symmetric_product[(tiles * (tiles + 1) // 2, batch)](
+    # Rows in groups of as many as a program has squares: the first group takes a program a row, ...
+    groups = -(-n // (side * squares))
+    _symmetric_product[(squares * groups * (groups + 1) // 2, batch)](
         left_tiles,
         right_tiles,
         TensorDescriptor.from_tensor(output if addend is None else addend, square),
@@ -76,6 +78,7 @@ def symmetric_product(
         LEFT_IS_TALL=left_is_tall,
         RIGHT_IS_TALL=right_is_tall,
         SIDE=side,
+        SQUARES=squares,
         DEPTH=depth,
         num_warps=tiling.warps,
         num_stages=tiling.stages,
@@ -101,6 +104,35 @@ def _load(
 
 
 @triton.jit
+def _store(  # type: ignore[no-untyped-def]
+    total,
+    addend,
+    output,
+    batch,
+    row,
+    column,
+    beta,
+    gamma,
+    HAS_ADDEND: tl.constexpr,
+    SIDE: tl.constexpr,
+):
+    """A square of sums on or below the diagonal, and its mirror image."""
+    first_row, first_column = row * SIDE, column * SIDE
+    if HAS_ADDEND:
+        added = tl.reshape(addend.load([batch, first_row, first_column]), (SIDE, SIDE))
+        total += beta * added.to(tl.float32)
+    if row == column:
+        rows, columns = tl.arange(0, SIDE)[:, None], tl.arange(0, SIDE)[None, :]
+        total = tl.where(rows == columns, total + gamma, total)
+        total = tl.where(rows >= columns, total, tl.trans(total))
+    value = total.to(output.dtype)
+    output.store([batch, first_row, first_column], tl.reshape(value, (1, SIDE, SIDE)))
+    if row != column:
+        mirrored = tl.reshape(tl.trans(value), (1, SIDE, SIDE))
+        output.store([batch, first_column, first_row], mirrored)
+
+
+@triton.jit
 def _symmetric_product(  # type: ignore[no-untyped-def]
     left,
     right,
@@ -114,30 +146,29 @@ def _symmetric_product(  # type: ignore[no-untyped-def]
     LEFT_IS_TALL: tl.constexpr,
     RIGHT_IS_TALL: tl.constexpr,
     SIDE: tl.constexpr,
+    SQUARES: tl.constexpr,
     DEPTH: tl.constexpr,
 ):
     number, batch = tl.program_id(0), tl.program_id(1)
-    # Tiles of the lower triangle, row after row: the root is exact up to one, which is put right.
-    row = ((tl.sqrt(8.0 * number + 1.0) - 1.0) * 0.5).to(tl.int32)
-    row = tl.where((row + 1) * (row + 2) // 2 <= number, row + 1, row)
-    row = tl.where(row * (row + 1) // 2 > number, row - 1, row)
-    column = number - row * (row + 1) // 2
-    first_row, first_column = row * SIDE, column * SIDE
-    total = tl.zeros((SIDE, SIDE), dtype=tl.float32)
+    # Groups of SQUARES rows of squares; each row of group g has g + 1 programs, up to the diagonal. The
+    # root is exact up to one, which is put right.
+    group = ((tl.sqrt(8.0 * number / SQUARES + 1.0) - 1.0) * 0.5).to(tl.int32)
+    group = tl.where((group + 1) * (group + 2) * SQUARES // 2 <= number, group + 1, group)
+    group = tl.where(group * (group + 1) * SQUARES // 2 > number, group - 1, group)
+    place = number - group * (group + 1) * SQUARES // 2
+    row = group * SQUARES + place // (group + 1)
+    column = place % (group + 1) * SQUARES
+    total = tl.zeros((SIDE, SIDE * SQUARES), dtype=tl.float32)
     for deep in range(0, k, DEPTH):
-        one = _load(left, batch, first_row, deep, LEFT_IS_TALL, SIDE, DEPTH)
-        other = _load(right, batch, first_column, deep, RIGHT_IS_TALL, SIDE, DEPTH)
+        one = _load(left, batch, row * SIDE, deep, LEFT_IS_TALL, SIDE, DEPTH)
+        other = _load(right, batch, column * SIDE, deep, RIGHT_IS_TALL, SIDE * SQUARES, DEPTH)
         total = tl.dot(one, tl.trans(other), total)
     total = total * alpha
-    if HAS_ADDEND:
-        added = tl.reshape(addend.load([batch, first_row, first_column]), (SIDE, SIDE))
-        total += beta * added.to(tl.float32)
-    if row == column:
-        rows, columns = tl.arange(0, SIDE)[:, None], tl.arange(0, SIDE)[None, :]
-        total = tl.where(rows == columns, total + gamma, total)
-        total = tl.where(rows >= columns, total, tl.trans(total))
-    value = total.to(output.dtype)
-    output.store([batch, first_row, first_column], tl.reshape(value, (1, SIDE, SIDE)))
-    if row != column:
-        mirrored = tl.reshape(tl.trans(value), (1, SIDE, SIDE))
-        output.store([batch, first_column, first_row], mirrored)
+    if SQUARES == 1:
+        _store(total, addend, output, batch, row, column, beta, gamma, HAS_ADDEND, SIDE)
+    else:
+        first, second = tl.split(tl.permute(tl.reshape(total, (SIDE, 2, SIDE)), (0, 2, 1)))
+        _store(first, addend, output, batch, row, column, beta, gamma, HAS_ADDEND, SIDE)
+        # In the first row of a group the last program's second square lies above the diagonal.
+        if column < row:
+            _store(second, addend, output, batch, row, column + 1, beta, gamma, HAS_ADDEND, SIDE)

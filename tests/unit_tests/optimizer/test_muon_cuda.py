@@ -6,6 +6,7 @@ Run as a script, this file runs its cases interpreted: see :mod:`tests.interpret
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
@@ -36,7 +37,18 @@ def muon(params: list[torch.nn.Parameter], **options) -> TensorParallelMuon:
 
 
 def symmetric_products_are_exactly_symmetric(device: str) -> None:
-    from megatron.core.optimizer.symmetric_products import symmetric_product
+    from megatron.core.optimizer import symmetric_products
+    from megatron.core.optimizer.symmetric_products import Tiling
+
+    # From one square to three groups of rows, whole and cut, for both kinds of programs.
+    for side, squares in ((128, 1), (64, 1), (128, 2), (64, 2), (16, 2)):
+        tiling = Tiling(side, squares, depth=32, warps=4, stages=2)
+        check_symmetric_product(
+            partial(symmetric_products.symmetric_product, tiling=tiling), device
+        )
+
+
+def check_symmetric_product(symmetric_product: Callable[..., torch.Tensor], device: str) -> None:
 
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(3, 136, 72, generator=generator).half().to(device)
