@@ -166,24 +166,25 @@ class TensorParallelMuon(torch.optim.Optimizer):
         # First, so that a matrix that is refused leaves all as they are.
         matrices = {param: self._matrix_of(param) for param in params}
         fused = [p for p in params if matrices[p] is None and self._fits_cuda(group, p)]
+        taken = set(fused)
+        others = [param for param in params if param not in taken]
+        parts = [
+            self._parts_of(param, tuple(param.shape) if matrix is None else matrix.shape)
+            for param in others
+            for matrix in (matrices[param],)
+        ]
         if fused:
             self._step_on_cuda(group, fused)
-            taken = set(fused)
-            params = [param for param in params if param not in taken]
-        if params:
-            self._step_by_operations(group, params, matrices)
+        if others:
+            self._step_by_operations(group, others, matrices, parts)
 
     def _step_by_operations(
         self,
         group: dict[str, Any],
         params: list[torch.Tensor],
         matrices: dict[torch.Tensor, ShardedMatrix | None],
+        parts: list[list[PartRows]],
     ) -> None:
-        parts = [
-            self._parts_of(param, tuple(param.shape) if matrix is None else matrix.shape)
-            for param in params
-            for matrix in (matrices[param],)
-        ]
         grads = [param.grad for param in params if param.grad is not None]
         lr, decay, momentum = group["lr"], group["weight_decay"], group["momentum"]
         if decay and not self.use_decoupled_weight_decay:

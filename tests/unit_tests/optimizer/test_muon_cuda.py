@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -172,6 +173,20 @@ def other_shapes_take_the_other_way(device: str) -> None:
     assert torch.equal(alone[0], params[0])
 
 
+def a_matrix_that_is_refused_leaves_all_as_they_are(device: str) -> None:
+    whole, cut = weights([(64, 64), (32, 64)], device)
+    cut.is_qkv = True
+    before = whole.detach().clone()
+    optimizer = TensorParallelMuon(
+        [whole, cut], lr=0.125, split_qkv=True, qkv_split_shapes=[32, 16, 16]
+    )
+    # As if it were cut over ranks: of its 96 rows no query groups of 64 can be made.
+    optimizer._matrices[cut] = SimpleNamespace(shape=(96, 64))
+    with pytest.raises(RuntimeError, match="96 rows does not divide"):
+        optimizer.step()
+    assert torch.equal(whole, before)
+
+
 CASES: dict[str, Callable[[str], None]] = {
     case.__name__: case
     for case in (
@@ -182,6 +197,7 @@ CASES: dict[str, Callable[[str], None]] = {
         zero_and_nan_stay_where_they_are,
         parts_of_a_fused_weight_are_matrices_of_their_own,
         other_shapes_take_the_other_way,
+        a_matrix_that_is_refused_leaves_all_as_they_are,
     )
 }
 
