@@ -1,6 +1,7 @@
 """The parts of a step: norm, clipping, skipping, scaling, groups, and state that goes on."""
 
 import math
+import warnings
 from types import SimpleNamespace
 
 import pytest
@@ -16,7 +17,7 @@ from megatron.core.optimizer import (
 )
 from megatron.core.optimizer.masters import iter_full_masters
 from megatron.core.optimizer.param_groups import get_param_groups, get_standard_config_overrides
-from tests.ranks import RankError, run_ranks
+from tests.ranks import RankError, on_cuda, run_ranks
 from tests.training_run import DEVICE, Run, build, train, train_step
 
 RUN = Run(bf16=False)
@@ -134,6 +135,31 @@ def scaled_run(loss_scale: float | None) -> list[torch.Tensor]:
 def test_a_loss_scale_that_is_a_power_of_two_leaves_no_trace():
     plain, scaled = run_ranks(scaled_run, 2, None)[0], run_ranks(scaled_run, 2, 2.0**10)[0]
     assert all(torch.equal(a, b) for a, b in zip(plain, scaled, strict=True))
+
+
+def waits_of_a_step(run: Run) -> list[str]:
+    """Where the host waits for the GPU in an optimizer step that is not the first."""
+    ddp, optimizer = build(run)
+    for step in range(3):
+        train_step(run, ddp, step)
+        if step < 2:
+            optimizer.step()
+    torch.cuda.synchronize()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        optimizer.step()
+        torch.cuda.set_sync_debug_mode("default")
+    return [f"{w.filename}:{w.lineno}" for w in caught if "synchron" in str(w.message)]
+
+
+@pytest.mark.skipif(not on_cuda(), reason="counts on a GPU, under pytest --device cuda")
+@pytest.mark.parametrize("optimizer", ["muon", "adam"])
+@pytest.mark.parametrize("fp8", ["off", "stored"])
+def test_a_step_waits_for_the_gpu_once_for_the_norm(optimizer, fp8):
+    run = Run(optimizer=optimizer, fp8=fp8, clip_grad=0.1)
+    (waits,) = run_ranks(waits_of_a_step, 1, run)
+    assert len(waits) == 1 and "clip_grads.py" in waits[0], waits
 
 
 class Named(torch.nn.Module):
