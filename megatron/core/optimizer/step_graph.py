@@ -66,7 +66,8 @@ class StepGraph:
                 self._optimizer.step()
             else:
                 self._graph = torch.cuda.CUDAGraph()
-                with torch.cuda.graph(self._graph):
+                # Threads that watch over collectives may look at events meanwhile.
+                with torch.cuda.graph(self._graph, capture_error_mode="thread_local"):
                     self._optimizer.step()
                 self._graph.replay()
         finally:
