@@ -17,6 +17,7 @@ below 1 on such a machine.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import statistics
 import sys
@@ -25,6 +26,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from torch.nn.parallel import DistributedDataParallel
 
 import pretrain_gpt
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -69,14 +71,22 @@ class PlainLoop:
 
     def step(self, batches: Iterator[Any]) -> None:
         """One iteration over a global batch."""
-        for _ in range(self.args.num_microbatches):
-            output, loss_func = pretrain_gpt.forward_step(batches, self.model)
-            loss, tokens, _ = loss_func(output)
-            (loss / tokens / self.args.num_microbatches).backward()
+        count = self.args.num_microbatches
+        for number in range(count):
+            with self._reductions(number + 1 == count):
+                output, loss_func = pretrain_gpt.forward_step(batches, self.model)
+                loss, tokens, _ = loss_func(output)
+                (loss / tokens / count).backward()
         torch.nn.utils.clip_grad_norm_(self.params, self.args.clip_grad)
         for optimizer in self.optimizers:
             optimizer.step()
             optimizer.zero_grad()
+
+    def _reductions(self, is_last: bool) -> contextlib.AbstractContextManager[None]:
+        """DDP is to reduce with the last microbatch only."""
+        if isinstance(self.model, DistributedDataParallel) and not is_last:
+            return self.model.no_sync()
+        return contextlib.nullcontext()
 
 
 def contenders(flags: list[str]) -> tuple[Callable[[], object], Callable[[], object], torch.device]:
@@ -85,11 +95,12 @@ def contenders(flags: list[str]) -> tuple[Callable[[], object], Callable[[], obj
     initialize_megatron(args)
     data = pretrain_gpt.data_iterators_provider(args).train
     model, optimizer, scheduler = setup_model_and_optimizer(args, pretrain_gpt.model_provider)
-    twin = pretrain_gpt.model_provider(
-        args,
-        core_transformer_config_from_args(args),
-        ProcessGroupCollection.use_mpu_process_groups(),
-    )
+    with args.device:
+        twin = pretrain_gpt.model_provider(
+            args,
+            core_transformer_config_from_args(args),
+            ProcessGroupCollection.use_mpu_process_groups(),
+        )
     plain = PlainLoop(args, twin)
 
     def job_step() -> object:

@@ -96,15 +96,14 @@ def cut_into_batches(
     first: while the GPU works on them the host gets ahead, and small kernels then follow each other
     without gaps.
     """
+    most = _most_memory(parts)
     batches: list[list[tuple[PartShape, ...]]] = []
-    filled = BATCH_ELEMENTS
-    for members in _cut_into_chunks(parts, coefficients):
-        numel = sum(part.numel for part in members)
-        if filled + numel > BATCH_ELEMENTS:
-            batches.append([])
-            filled = 0
-        batches[-1].append(members)
-        filled += numel
+    for chunk in _cut_into_chunks(parts, coefficients):
+        together = [*batches[-1], chunk] if batches else []
+        if together and _fit(together, most, coefficients):
+            batches[-1] = together
+        else:
+            batches.append([chunk])
     return [_place(chunks, coefficients) for chunks in batches]
 
 
@@ -117,16 +116,16 @@ def _cut_into_chunks(
         is_gram = uses_gram(part.rows, part.columns, coefficients)
         shape = (part.side,) if is_gram else (part.rows, part.columns)
         alike.setdefault(shape, []).append(part)
-    most = BATCH_ELEMENTS + 6 * max(part.numel for part in parts)
+    most = _most_memory(parts) - BATCH_ELEMENTS
     chunks = []
     for members in alike.values():
-        need = sum(_memory_beside(part, coefficients) for part in members)
         numel = sum(part.numel for part in members)
+        need = numel + _squares(members, coefficients)
         each = need / max(-(-need // most), -(-numel // BATCH_ELEMENTS))
         chunk: list[PartShape] = []
         need = numel = 0
         for part in members:
-            more = _memory_beside(part, coefficients)
+            more = part.numel + _squares([part], coefficients)
             is_full = need + more > most or numel + part.numel > BATCH_ELEMENTS or need >= each
             if chunk and is_full:
                 chunks.append(tuple(chunk))
@@ -137,10 +136,24 @@ def _cut_into_chunks(
     return chunks
 
 
-def _memory_beside(part: PartShape, coefficients: Sequence[Coefficients]) -> int:
-    """Elements that iterating a part takes beside its update."""
-    is_gram = uses_gram(part.rows, part.columns, coefficients)
-    return part.numel + (GRAM_MATRICES if is_gram else PLAIN_MATRICES) * part.side**2
+def _fit(
+    chunks: Sequence[tuple[PartShape, ...]], most: int, coefficients: Sequence[Coefficients]
+) -> bool:
+    """Whether chunks may make up one batch: its updates, the largest spare memory and the most squares."""
+    numels = [sum(part.numel for part in parts) for parts in chunks]
+    squares = max(_squares(parts, coefficients) for parts in chunks)
+    return sum(numels) <= BATCH_ELEMENTS and sum(numels) + max(numels) + squares <= most
+
+
+def _most_memory(parts: Sequence[PartShape]) -> int:
+    """Elements, of 2 bytes, that the updates of a batch and all beside them may take."""
+    return 2 * BATCH_ELEMENTS + 6 * max(part.numel for part in parts)
+
+
+def _squares(parts: Sequence[PartShape], coefficients: Sequence[Coefficients]) -> int:
+    """Elements of the square matrices that iterating ``parts`` together takes."""
+    is_gram = uses_gram(parts[0].rows, parts[0].columns, coefficients)
+    return (GRAM_MATRICES if is_gram else PLAIN_MATRICES) * len(parts) * parts[0].side ** 2
 
 
 def _place(chunks: Sequence[tuple[PartShape, ...]], coefficients: Sequence[Coefficients]) -> Batch:

@@ -13,8 +13,8 @@ from megatron.core.optimizer.muon_parts import PartShape
 from megatron.core.optimizer.newton_schulz import Coefficients
 from megatron.core.optimizer.newton_schulz_cuda import input_scale, orthogonalize
 
-# How many plans are kept; one for every parameter group is enough.
-_KEPT_PLANS = 16
+# How many plans are kept: one for every parameter group, of any number that an optimizer might have.
+_KEPT_PLANS = 256
 
 
 class MuonOnCuda:
@@ -59,12 +59,11 @@ class MuonOnCuda:
                 for batch in cut_into_batches(make_parts(), self._coefficients)
             ]
         plan = self._plans[key]
-        memory = torch.empty(
-            max(batch.numel for batch, _ in plan), dtype=torch.float16, device=params[0].device
-        )
+        device = params[0].device
         if not isinstance(lr, torch.Tensor):
-            lr = torch.full((), lr, dtype=torch.float32, device=memory.device)
+            lr = torch.full((), lr, dtype=torch.float32, device=device)
         for batch, tables in plan:
+            memory = torch.empty(batch.numel, dtype=torch.float16, device=device)
             muon_kernels.update_momentum(tables, momentum, nesterov)
             muon_kernels.write_updates(tables, memory, momentum, nesterov)
             for chunk in batch.chunks:
@@ -73,6 +72,8 @@ class MuonOnCuda:
                 )
                 orthogonalize(updates, spare, chunk.batches, self._coefficients)
             muon_kernels.apply_updates(tables, memory, lr, weight_decay)
+            # Before the next batch's is there.
+            del memory, updates, spare
 
 
 def _parts_of(batch: Batch) -> list[Part]:

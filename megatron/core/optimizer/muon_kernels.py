@@ -89,7 +89,8 @@ class Tables:
         self.floats = to_device(floats, device)
         self.part_of_tile = to_device(torch.cat(part_of_tile), device)
         self.squares = torch.empty(total, dtype=torch.float64, device=device)
-        self.inverse_norms = torch.empty(len(parts), dtype=torch.float32, device=device)
+        # Two factors each, as the inverse of a small norm is no FP32 number.
+        self.inverse_norms = torch.empty((len(parts), 2), dtype=torch.float32, device=device)
 
 
 def _of(part: Part, *lists: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -220,10 +221,15 @@ def _norms(numbers, floats, squares, inverse_norms, BLOCK: tl.constexpr):  # typ
         total += tl.load(squares + first + tile, mask=tile < count, other=0.0)
     norm = tl.sqrt(tl.sum(total))
     wanted = tl.load(floats + 2 * part).to(tl.float64)
-    inverse = tl.where(norm == 0.0, 0.0, wanted / norm)
+    # The power of two that brings the norm near 1, as near as one is an FP32 number.
+    exponent = 1023 - (norm.to(tl.int64, bitcast=True) >> 52)
+    exponent = tl.minimum(tl.maximum(exponent, -120), 120)
+    power = ((exponent + 127) << 23).to(tl.int32).to(tl.float32, bitcast=True)
+    rest = tl.where(norm == 0.0, 0.0, wanted / (norm * power.to(tl.float64)))
     # Of an infinite norm nothing would be left but zeros.
-    inverse = tl.where(norm < float("inf"), inverse, float("nan"))
-    tl.store(inverse_norms + part, inverse.to(tl.float32))
+    rest = tl.where(norm < float("inf"), rest, float("nan"))
+    tl.store(inverse_norms + 2 * part, power)
+    tl.store(inverse_norms + 2 * part + 1, rest.to(tl.float32))
 
 
 @triton.jit
@@ -245,8 +251,8 @@ def _updates(  # type: ignore[no-untyped-def]
         grads = _pointer(at, tl.float32, IS_ALIGNED)
         grad = tl.load(grads + there, mask=inside, other=0.0)
         update = grad + momentum * (update - grad)
-    inverse = tl.load(inverse_norms + tl.load(part_of_tile + tl.program_id(0)))
-    result = (update * inverse).to(tl.float16)
+    inverse = inverse_norms + 2 * tl.load(part_of_tile + tl.program_id(0))
+    result = (update * tl.load(inverse) * tl.load(inverse + 1)).to(tl.float16)
     first = tl.load(at + 3)
     if IS_ALIGNED:
         first = tl.multiple_of(first, 16)

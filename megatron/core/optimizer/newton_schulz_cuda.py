@@ -7,7 +7,8 @@ a power of two, which the coefficients take out again.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 
@@ -43,10 +44,23 @@ def orthogonalize(
         batches: Number, rows and columns of the matrices of each batch.
         coefficients: One ``(a, b, c)`` a step.
     """
-    if uses_gram(*batches[0][1:], coefficients):
-        _gram(memory, spare, batches, coefficients)
-    else:
-        _plain(memory, spare, batches[0], coefficients)
+    with _sums_in_fp32():
+        if uses_gram(*batches[0][1:], coefficients):
+            _gram(memory, spare, batches, coefficients)
+        else:
+            _plain(memory, spare, batches[0], coefficients)
+
+
+@contextmanager
+def _sums_in_fp32() -> Iterator[None]:
+    """Keeps cuBLAS from adding partial sums of a product in FP16."""
+    setting = torch.backends.cuda.matmul
+    before = setting.allow_fp16_reduced_precision_reduction
+    setting.allow_fp16_reduced_precision_reduction = False
+    try:
+        yield
+    finally:
+        setting.allow_fp16_reduced_precision_reduction = before
 
 
 def _views(memory: torch.Tensor, batches: Sequence[tuple[int, int, int]]) -> list[torch.Tensor]:

@@ -8,7 +8,7 @@ import torch
 
 from megatron.core.optimizer.muon import TensorParallelMuon
 
-# How often a step must have looked alike before it is recorded: the first makes state and tables.
+# How often a step must have looked alike before it is recorded: the first makes tables.
 _ALIKE = 2
 
 
@@ -16,8 +16,8 @@ class StepGraph:
     """Takes ``optimizer``'s steps; records the first one that repeats its predecessor, then replays it.
 
     Learning rates may change between steps. When anything else does that a step depends on (which
-    parameters have gradients, where they lie, weight decay), it is taken without a graph and recorded
-    anew. Memory that the step works in stays reserved.
+    parameters have gradients, where they and the state lie, weight decay), it is taken without a graph
+    and recorded anew. Memory that the step works in stays reserved.
 
     Args:
         optimizer: ``torch.optim.Adam`` or ``AdamW`` with ``capturable=True``, or Muon.
@@ -52,7 +52,7 @@ class StepGraph:
             return
         rates = [group["lr"] for group in groups]
         self._set_rates(rates)
-        seen = _what_a_step_reads(groups)
+        seen = _what_a_step_reads(self._optimizer)
         self._alike = self._alike + 1 if seen == self._seen else 1
         if self._alike == 1:
             self._seen, self._graph = seen, None
@@ -65,11 +65,12 @@ class StepGraph:
             if self._alike < _ALIKE:
                 self._optimizer.step()
             else:
-                self._graph = torch.cuda.CUDAGraph()
+                graph = torch.cuda.CUDAGraph()
                 # Threads that watch over collectives may look at events meanwhile.
-                with torch.cuda.graph(self._graph, capture_error_mode="thread_local"):
+                with torch.cuda.graph(graph, capture_error_mode="thread_local"):
                     self._optimizer.step()
-                self._graph.replay()
+                self._graph = graph
+                graph.replay()
         finally:
             for group, lr in zip(groups, rates, strict=True):
                 group["lr"] = lr
@@ -83,18 +84,20 @@ class StepGraph:
             tensor.fill_(rate)
 
 
-def _what_a_step_reads(groups: list[dict[str, Any]]) -> tuple[Any, ...]:
+def _what_a_step_reads(optimizer: torch.optim.Optimizer) -> tuple[Any, ...]:
     """Everything but learning rates that a recorded step has fixed in itself."""
     options = tuple(
         (name, value)
-        for group in groups
+        for group in optimizer.param_groups
         for name, value in group.items()
         if isinstance(value, (int, float, str, tuple)) and name != "lr"
     )
-    places = tuple(
-        (param.data_ptr(), param.grad.data_ptr())
-        for group in groups
+    tensors = (
+        tensor
+        for group in optimizer.param_groups
         for param in group["params"]
         if param.grad is not None
+        for tensor in (param, param.grad, *optimizer.state.get(param, {}).values())
     )
+    places = tuple(tensor.data_ptr() for tensor in tensors if isinstance(tensor, torch.Tensor))
     return options, places

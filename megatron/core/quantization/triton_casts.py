@@ -38,7 +38,7 @@ def cast_fp32_to_bf16(
 
 
 # The key holds every address and size, so what is kept is never wrong, only unused.
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=4096)
 def _tables(
     pairs: tuple[tuple[int, int, int], ...], device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor, bool]:

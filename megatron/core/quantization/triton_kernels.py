@@ -18,6 +18,7 @@ import triton.language as tl
 
 from megatron.core.quantization import format as reference
 from megatron.core.quantization.kernels import Storage
+from megatron.core.triton_support import to_device
 
 
 class Tile(NamedTuple):
@@ -40,7 +41,7 @@ _SOURCE_TYPES = {torch.bfloat16: tl.uint16, torch.float16: tl.float16, torch.flo
 # Bytes to which every address must be aligned for the widest loads and stores.
 _ALIGNMENT = 16
 # Launches whose tables are kept: a training step has one a bucket.
-_KEPT_TABLES = 64
+_KEPT_TABLES = 4096
 
 # Columns of the table of matrices; all int64. An address of 0 is one that is not written.
 _FIELDS = tl.constexpr(8)
@@ -249,7 +250,7 @@ def _tables(
     first = counts.cumsum(0) - counts
     table = torch.cat([torch.tensor(matrices, dtype=torch.int64), first[:, None]], dim=1)
     matrix_of_tile = torch.arange(len(matrices), dtype=torch.int32).repeat_interleave(counts)
-    return table.to(device), matrix_of_tile.to(device)
+    return to_device(table, device), to_device(matrix_of_tile, device)
 
 
 def is_available(tensor: torch.Tensor) -> bool:

@@ -148,9 +148,12 @@ def waits_of_a_step(run: Run) -> list[str]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         torch.cuda.set_sync_debug_mode("warn")
-        optimizer.step()
-        torch.cuda.set_sync_debug_mode("default")
-    return [f"{w.filename}:{w.lineno}" for w in caught if "synchron" in str(w.message)]
+        try:
+            optimizer.step()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    waits = [w for w in caught if "called a synchronizing CUDA operation" in str(w.message)]
+    return [f"{w.filename}:{w.lineno}" for w in waits]
 
 
 @pytest.mark.skipif(not on_cuda(), reason="counts on a GPU, under pytest --device cuda")
