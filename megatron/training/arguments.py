@@ -82,8 +82,16 @@ def _new_parser() -> MegatronArgumentParser:
     return MegatronArgumentParser(
         description="Pretrains a GPT.",
         allow_abbrev=False,
-        formatter_class=lambda prog: argparse.ArgumentDefaultsHelpFormatter(prog, width=100),
+        formatter_class=lambda prog: _HelpFormatter(prog, width=100),
     )
+
+
+class _HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
+    """Shows defaults of values; of a switch argparse would show that of what it sets."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        is_switch = action.nargs == 0 and not isinstance(action, argparse.BooleanOptionalAction)
+        return action.help if is_switch else super()._get_help_string(action)
 
 
 def parse_args(
@@ -181,6 +189,9 @@ def get_megatron_ddp_config(args: argparse.Namespace) -> DistributedDataParallel
     options = _fields_from_args(DistributedDataParallelConfig, args)
     options["grad_reduce_in_fp32"] = args.accumulate_allreduce_grads_in_fp32
     options["check_for_nan_in_grad"] = args.check_for_nan_in_loss_and_grad
+    # Under the padded layout the layer-wise optimizer's gradients are reduce-scattered too.
+    legacy = args.use_layer_wise_distributed_optimizer and not args.use_layer_wise_param_layout
+    options["use_distributed_optimizer"] = args.has_distributed_optimizer and not legacy
     options["bucket_size"] = args.ddp_bucket_size
     options["num_buckets"] = args.ddp_num_buckets
     options["pad_buckets_for_high_nccl_busbw"] = args.ddp_pad_buckets_for_high_nccl_busbw

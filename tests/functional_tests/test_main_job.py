@@ -100,6 +100,15 @@ def test_a_run_repeats_bit_for_bit_and_evaluation_does_not_touch_it(tmp_path: Pa
     assert lines_of(tmp_path, *JOB, *OVERLAP, "--seed", "5")[-1] != first[-1]
 
 
+def test_sums_in_fp32_of_bf16_gradients_change_bits_and_overlap_does_not(tmp_path: Path) -> None:
+    job = (*JOB, "--grad-reduce-in-bf16")
+    accumulated = lines_of(tmp_path, *job, "--ddp-reduce-scatter-with-fp32-accumulation", ranks=4)
+    assert accumulated[-2]["lm_loss"] < accumulated[0]["lm_loss"]
+    assert accumulated != lines_of(tmp_path, *job, ranks=4)
+    flags = (*job, *MXFP8, "--ddp-reduce-scatter-with-fp32-accumulation")
+    assert lines_of(tmp_path, *flags, *OVERLAP) == lines_of(tmp_path, *flags)
+
+
 def test_an_exit_interval_ends_the_job_early_with_its_hash(tmp_path: Path) -> None:
     lines = lines_of(tmp_path, *JOB, "--exit-interval", "2", ranks=1, timed=True)
     assert [line.get("iteration") for line in lines] == [1, 2, None]

@@ -85,7 +85,11 @@ MODEL = (
         whole(1),
     ),
     Flag("--num-experts", "Experts per MoE layer.", whole(1)),
-    Flag("--moe-router-topk", "Experts that each token is sent to.", whole(1), 2),
+    Flag(
+        "--moe-router-topk",
+        "Experts that each token is sent to; 2 by default. Needs --num-experts.",
+        whole(1),
+    ),
     Flag(
         "--moe-router-pre-softmax",
         "Share a token out by a softmax over all experts, rather than over the chosen ones.",

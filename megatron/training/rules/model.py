@@ -57,6 +57,13 @@ def check_model(args: argparse.Namespace) -> None:
             args.kv_channels % 2 == 0,
             f"--position-embedding-type rope needs an even head width, got {args.kv_channels}",
         )
+    if args.num_experts is None:
+        require(
+            args.moe_router_topk is None,
+            f"--moe-router-topk {args.moe_router_topk} needs --num-experts",
+        )
+    if args.moe_router_topk is None:
+        args.moe_router_topk = 2
     if args.num_experts is not None:
         require(
             args.moe_router_topk <= args.num_experts,

@@ -28,7 +28,9 @@ def check_parallel(args: argparse.Namespace) -> None:
         f"{world} ranks are not divisible by TP x GTP = {tensor} x {args.gtp_weight_remat_size} = "
         f"{shards} (--tensor-model-parallel-size, --tensor-parallel-num-weight-shards)",
     )
-    for dest in ("num_attention_heads", "ffn_hidden_size", "moe_ffn_hidden_size"):
+    # With experts every MLP is made of them.
+    width = "ffn_hidden_size" if args.num_experts is None else "moe_ffn_hidden_size"
+    for dest in ("num_attention_heads", width):
         size = getattr(args, dest)
         require(
             size is None or size % tensor == 0,
@@ -39,6 +41,12 @@ def check_parallel(args: argparse.Namespace) -> None:
         groups is None or groups % tensor == 0 or tensor % groups == 0,
         f"--num-query-groups {groups} neither divides --tensor-model-parallel-size {tensor} nor is "
         "divided by it",
+    )
+    rows = (args.num_attention_heads + 2 * (groups or args.num_attention_heads)) * args.kv_channels
+    require(
+        rows % tensor == 0,
+        f"the {rows} rows of Q, K and V (--num-attention-heads and twice --num-query-groups, times "
+        f"--kv-channels {args.kv_channels}) are not divisible by --tensor-model-parallel-size {tensor}",
     )
     require(
         tensor == 1 or (args.hidden_dropout == 0 and args.attention_dropout == 0),
@@ -141,9 +149,8 @@ def _check_mxfp8_under_gtp(args: argparse.Namespace) -> None:
     """MXFP8 weights whole, or BF16 weights that are quantised at each use as the reference for them."""
     require(
         args.reuse_grad_buf_for_mxfp8_param_ag or not args.fp8_param_gather,
-        f"--fp8-format {args.fp8_format} under GTP (--tensor-parallel-num-weight-shards "
-        f"{args.tensor_parallel_num_weight_shards}) needs --fp8-param-gather and "
-        "--reuse-grad-buf-for-mxfp8-param-ag",
+        f"--fp8-param-gather under GTP ({_weight_shards(args)}) needs "
+        "--reuse-grad-buf-for-mxfp8-param-ag; or leave both out, and BF16 weights are gathered",
     )
     if not args.fp8_param_gather:
         warn_once(
@@ -153,18 +160,26 @@ def _check_mxfp8_under_gtp(args: argparse.Namespace) -> None:
         )
 
 
+def _weight_shards(args: argparse.Namespace) -> str:
+    """The flag that asks for GTP, with its value."""
+    expert = "" if args.gtp_weight_remat_size > 1 else "expert_"
+    dest = f"{expert}tensor_parallel_num_weight_shards"
+    return f"{flag_name(dest)} {getattr(args, dest)}"
+
+
 def _check_mxfp8_shapes(args: argparse.Namespace) -> None:
     tensor = args.tensor_model_parallel_size
     query_groups = args.num_query_groups or args.num_attention_heads
     query_rows = args.num_attention_heads * args.kv_channels
     sizes = {
         "--hidden-size": args.hidden_size,
-        "--ffn-hidden-size / TP": args.ffn_hidden_size // tensor,
         "heads x --kv-channels / TP": query_rows // tensor,
         "rows of Q, K and V / TP": (query_rows + 2 * query_groups * args.kv_channels) // tensor,
         "--micro-batch-size x --seq-length": args.micro_batch_size * args.seq_length,
     }
-    if args.num_experts is not None:
+    if args.num_experts is None:
+        sizes["--ffn-hidden-size / TP"] = args.ffn_hidden_size // tensor
+    else:
         sizes["--moe-ffn-hidden-size / TP"] = args.moe_ffn_hidden_size // tensor
     if args.sequence_parallel:
         sizes["--micro-batch-size x --seq-length / TP"] = (
@@ -262,10 +277,11 @@ def check_ddp(args: argparse.Namespace) -> None:
         f"--ddp-bucket-size {args.ddp_bucket_size} and --ddp-num-buckets {args.ddp_num_buckets} "
         "exclude each other; give one",
     )
+    has_gtp = args.gtp_weight_remat_size > 1 or args.expert_gtp_weight_remat_size > 1
     require(
-        not (args.ddp_average_in_collective and args.gtp_weight_remat_size > 1),
-        "--ddp-average-in-collective excludes GTP (--tensor-parallel-num-weight-shards "
-        f"{args.tensor_parallel_num_weight_shards} with TP {args.tensor_model_parallel_size})",
+        not (args.ddp_average_in_collective and has_gtp),
+        f"--ddp-average-in-collective excludes GTP ({_weight_shards(args)} with TP "
+        f"{args.tensor_model_parallel_size})",
     )
     require(
         not (args.ddp_average_in_collective and args.calculate_per_token_loss),
@@ -288,12 +304,21 @@ def check_ddp(args: argparse.Namespace) -> None:
     if instances > 1:
         name = f"--num-distributed-optimizer-instances {instances}"
         require(
-            args.use_distributed_optimizer,
-            f"{name} needs --use-distributed-optimizer, and another optimizer than --optimizer "
-            "muon, whose matrices are shared out over all data-parallel ranks",
+            not args.use_layer_wise_distributed_optimizer,
+            f"{name} excludes --optimizer muon, whose matrices are shared out over all data-parallel "
+            "ranks",
         )
+        require(distributed, f"{name} needs --use-distributed-optimizer")
         ranks = args.world_size // args.tensor_parallel_num_weight_shards
         require(ranks % instances == 0, f"{name} does not divide the {ranks} data-parallel rank(s)")
+        if args.num_experts is not None:
+            shards = args.expert_tensor_parallel_num_weight_shards
+            ranks = args.world_size // (args.expert_model_parallel_size * shards)
+            require(
+                ranks % instances == 0,
+                f"{name} does not divide the {ranks} data-parallel rank(s) of the experts "
+                f"(--expert-model-parallel-size {args.expert_model_parallel_size})",
+            )
         require(
             not args.ddp_reduce_scatter_with_fp32_accumulation,
             f"{name} and --ddp-reduce-scatter-with-fp32-accumulation exclude each other",

@@ -193,6 +193,39 @@ REFUSALS: list[tuple[tuple[str, ...], int, tuple[str, ...]]] = [
         ("--fp8-param-gather", "--reuse-grad-buf-for-mxfp8-param-ag", "GTP"),
     ),
     (
+        (
+            *(*MUON, "--bf16", "--fp8-format", "e4m3", "--fp8-param-gather", "--num-experts", "4"),
+            *("--expert-tensor-parallel-num-weight-shards", "2"),
+        ),
+        2,
+        ("--expert-tensor-parallel-num-weight-shards 2", "--reuse-grad-buf-for-mxfp8-param-ag"),
+    ),
+    (
+        (
+            *("--group-query-attention", "--num-query-groups", "1", "--kv-channels", "15"),
+            *("--tensor-model-parallel-size", "4"),
+        ),
+        4,
+        ("90 rows", "--kv-channels 15", "--tensor-model-parallel-size 4"),
+    ),
+    (
+        (
+            *("--num-experts", "4", "--expert-tensor-parallel-num-weight-shards", "2"),
+            *("--ddp-average-in-collective",),
+        ),
+        2,
+        ("--ddp-average-in-collective", "--expert-tensor-parallel-num-weight-shards 2"),
+    ),
+    (
+        (
+            *("--num-distributed-optimizer-instances", "2", "--use-distributed-optimizer"),
+            *("--num-experts", "4", "--expert-model-parallel-size", "4"),
+        ),
+        4,
+        ("--num-distributed-optimizer-instances 2", "the 1 data-parallel", "experts"),
+    ),
+    (("--moe-router-topk", "3"), 1, ("--moe-router-topk 3", "--num-experts")),
+    (
         (*MUON, "--ddp-average-in-collective", "--tensor-parallel-num-weight-shards", "2"),
         2,
         ("--ddp-average-in-collective", "GTP"),
@@ -370,6 +403,34 @@ def test_configurations_follow_the_flags() -> None:
     ddp = get_megatron_ddp_config(args)
     assert (ddp.bucket_size, ddp.grad_reduce_in_fp32) == (1000, True)
     assert ddp.overlap_grad_reduce and ddp.overlap_param_gather and ddp.check_for_nan_in_grad
+
+
+def test_gradients_of_muons_matrices_are_scattered_but_in_the_legacy_layout() -> None:
+    flags = (*MUON, "--bf16")
+    assert get_megatron_ddp_config(parse(*flags)).use_distributed_optimizer
+    accumulated = parse(*flags, "--ddp-reduce-scatter-with-fp32-accumulation")
+    assert get_megatron_ddp_config(accumulated).reduce_scatter_with_fp32_accumulation
+    legacy = parse(*flags, "--layer-wise-param-layout", "legacy")
+    assert not get_megatron_ddp_config(legacy).use_distributed_optimizer
+
+
+def test_the_width_of_a_dense_mlp_does_not_matter_where_all_are_experts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    experts = ("--num-experts", "4", "--ffn-hidden-size", "101", "--moe-ffn-hidden-size", "64")
+    mxfp8 = (*MUON, "--bf16", "--fp8-format", "e4m3")
+    args = parse(*experts, *mxfp8, "--tensor-model-parallel-size", "2")
+    assert args.moe_ffn_hidden_size == 64
+
+
+def test_help_says_of_no_switch_that_it_is_on(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parse("--help")
+    text = " ".join(capsys.readouterr().out.split())
+    start = text.index("--disable-bias-linear ", text.index("options:"))
+    assert "(default" not in text[start : text.index("--add-qkv-bias ", start)]
+    assert "Weight decay of matrices. (default: 0.01)" in text
 
 
 def test_flags_are_declared_once_and_explained() -> None:
