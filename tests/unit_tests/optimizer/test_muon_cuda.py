@@ -266,6 +266,19 @@ def test_a_replayed_step_is_the_same_step(kind):
 
 @needs_triton
 @pytest.mark.gpu
+@pytest.mark.parametrize("shape", [(512, 2048), (768, 2048), (1024, 1024), (2048, 8192)])
+def test_a_matrix_does_not_depend_on_those_beside_it(shape):
+    (alone,), together = weights([shape], "cuda"), weights([shape] * 5, "cuda")
+    with torch.no_grad():
+        together[3].copy_(alone)
+    together[3].grad.copy_(alone.grad)
+    muon([alone]).step()
+    muon(together).step()
+    assert torch.equal(together[3], alone)
+
+
+@needs_triton
+@pytest.mark.gpu
 def test_a_step_does_not_wait_for_the_gpu():
     optimizer = muon(weights(SHAPES, "cuda"))
     for _ in range(2):

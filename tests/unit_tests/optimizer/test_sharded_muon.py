@@ -12,6 +12,7 @@ from megatron.core.tensor_parallel import GTPChain, NormalInit
 from megatron.core.tensor_parallel.gtp import GTPWeight, RowShards, cut_over_gtp
 from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from tests.ranks import run_ranks
+from tests.training_run import DEVICE
 
 # Heads of 4 rows: two query groups of three query heads, a key head and a value head.
 QKV = [12, 4, 4]
@@ -27,7 +28,7 @@ MATRICES = {
 def values(name, salt=0):
     rows, columns, _, _ = MATRICES[name]
     generator = torch.Generator().manual_seed(len(name) + salt)
-    return torch.randn(rows, columns, generator=generator)
+    return torch.randn(rows, columns, generator=generator).to(DEVICE)
 
 
 def make(name, expert, alignment=8):
