@@ -13,7 +13,7 @@ import sys
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from importlib.machinery import ModuleSpec
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -74,16 +74,21 @@ def _uneven_all_gather(
         for index, slot in enumerate(outputs)
         if slot.numel()
     ]
-    return _AllOf(works) if async_op else None
+    return _InOrder(works) if async_op else None
 
 
-class _AllOf:
+class _InOrder:
+    """Work that ends after all work before it, as NCCL's does: Megatron waits for the last of several."""
+
+    _under_way: ClassVar[list[Any]] = []
+
     def __init__(self, works: list[Any]) -> None:
-        self._works = works
+        self._under_way += works
+        self._last = works[-1] if works else None
 
     def wait(self) -> None:
-        for work in self._works:
-            work.wait()
+        while self._last in self._under_way:
+            self._under_way.pop(0).wait()
 
 
 def install_module(name: str, **members: Any) -> types.ModuleType:
